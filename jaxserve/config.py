@@ -1,0 +1,232 @@
+"""Configuration: what the weights are (`ModelConfig`) and how we serve them (`ServeConfig`). Standard library only.
+
+Frozen dataclasses, composed; derive a new one with `dataclasses.replace`. TOML files and flags become a `ServeConfig`
+through `serve_config_from_mapping`, the one place where keys are checked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
+
+from jaxserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's frequency-dependent rotary scaling, or plain linear scaling when `kind` is "linear"."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What the weights are. Names and units follow Hugging Face's `config.json`."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary embedding, found {self.head_dim}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs.
+
+    Attributes:
+        dtype: "float32" or "bfloat16": weights, activations and KV; "auto" is float32 on CPU, bfloat16 elsewhere.
+        max_seqs: sequences that run at once.
+        max_step_tokens: token budget of a step; at least `max_seqs`.
+        prefill_chunk: prompt tokens of one sequence in a step at most.
+        max_context: prompt plus output tokens of a sequence; 0 takes the model's, at most 8,192.
+        page_size: tokens per KV page.
+        num_pages: pages in the pool; 0 sizes the pool from `kv_memory`.
+        kv_memory: bytes for the KV pool, when `num_pages` is 0; 0 takes half of what is free, at most what
+            `max_seqs` sequences of `max_context` can use.
+        tensor_parallel: devices that share each layer.
+        overlap: dispatch step n+1 before the tokens of step n are read.
+        compile_cache: directory of the persistent compilation cache; "" for the default under the user's cache folder.
+    """
+
+    dtype: str = "auto"
+    max_seqs: int = 32
+    max_step_tokens: int = 512
+    prefill_chunk: int = 512
+    max_context: int = 0
+    page_size: int = 16
+    num_pages: int = 0
+    kv_memory: int = 0
+    tensor_parallel: int = 1
+    overlap: bool = True
+    compile_cache: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(f"dtype must be auto, float32 or bfloat16, found {self.dtype!r}")
+        for name in ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
+        for name in ("max_context", "num_pages", "kv_memory"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, found {getattr(self, name)}")
+        if self.max_step_tokens < self.max_seqs:
+            raise ConfigError(
+                f"max_step_tokens ({self.max_step_tokens}) must be at least max_seqs ({self.max_seqs}), "
+                "so that every running sequence can decode in a step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """The HTTP server.
+
+    Attributes:
+        max_queue_requests, max_queue_tokens: what may wait; more is answered 429.
+        drain_seconds: how long running requests may go on after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str = ""
+    max_queue_requests: int = 1024
+    max_queue_tokens: int = 1_000_000
+    max_body_bytes: int = 16 * 1024 * 1024
+    drain_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """How we serve a model. `model` is a name from `configs/models/`, a path, or `hf:ORG/NAME`."""
+
+    model: str
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+
+
+def from_mapping(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
+    """Build the dataclass `kind` from a (nested) mapping such as parsed TOML.
+
+    Args:
+        where: named in errors, such as the file's path.
+
+    Raises:
+        ConfigError: on an unknown key, naming the nearest known one, or on a value of the wrong type.
+    """
+    known = {f.name: f for f in fields(kind)}
+    hints = get_type_hints(kind)
+    built: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(sorted(known))}"
+            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+        expected = hints[key]
+        if is_dataclass(expected) and isinstance(expected, type):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}: {key} must be a table, found {value!r}")
+            built[key] = from_mapping(expected, value, where=f"{where}: {key}")
+        else:
+            built[key] = _coerce(expected, value, f"{where}: {key}")
+    try:
+        return kind(**built)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _coerce(expected: Any, value: Any, where: str) -> Any:
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if expected in (int, float, str, bool):
+        if type(value) is not expected or (expected is float and not math.isfinite(value)):
+            raise ConfigError(f"{where} must be {expected.__name__}, found {value!r}")
+    return value
+
+
+def model_config_from_hf(config: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+    """Read a Hugging Face `config.json` of the Llama architecture.
+
+    Raises:
+        ConfigError: on an unknown architecture or a missing key, naming `where`.
+    """
+    architectures = config.get("architectures") or [config.get("model_type", "unknown")]
+    known = {"LlamaForCausalLM": "llama", "llama": "llama"}
+    if architectures[0] not in known:
+        raise ConfigError(f"{where}: unknown architecture {architectures[0]!r}; known: {', '.join(sorted(known))}")
+
+    def need(key: str) -> Any:
+        if config.get(key) is None:
+            raise ConfigError(f"{where}: {key!r} is missing")
+        return config[key]
+
+    num_heads = need("num_attention_heads")
+    eos = config.get("eos_token_id")
+    return ModelConfig(
+        family=known[architectures[0]],
+        vocab_size=need("vocab_size"),
+        hidden_size=need("hidden_size"),
+        intermediate_size=need("intermediate_size"),
+        num_layers=need("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or need("hidden_size") // num_heads,
+        max_position=need("max_position_embeddings"),
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(config),
+        rope_scaling=_rope_scaling(config, where),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        bos_token_id=config.get("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+    )
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    parameters = config.get("rope_parameters") or {}
+    return float(config.get("rope_theta") or parameters.get("rope_theta") or 10_000.0)
+
+
+def _rope_scaling(config: Mapping[str, Any], where: str) -> RopeScaling | None:
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not scaling:
+        return None
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=float(scaling["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_max_position=int(scaling["original_max_position_embeddings"]),
+        )
+    raise ConfigError(f"{where}: rope scaling {kind!r} is not supported; known: default, linear, llama3")

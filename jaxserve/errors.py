@@ -1,0 +1,82 @@
+"""The exceptions that jaxserve raises on purpose. Standard library only.
+
+    JaxserveError
+    |-- ConfigError            a flag, TOML key or model config that cannot be used
+    |-- ModelLoadError         weights or tokenizer that cannot be loaded
+    |-- RequestError           a request that cannot be served; carries an HTTP status
+    |   |-- InvalidRequest     400: names the field
+    |   |-- ModelNotFound      404
+    |   |-- QueueFull          429: carries retry_after seconds
+    |   `-- NotReady           503: still loading, or draining
+    `-- EngineError            the engine failed under a request that was fine; 500
+
+Bad input raises from this tree; `assert` guards our own invariants.
+"""
+
+from __future__ import annotations
+
+
+class JaxserveError(Exception):
+    """Root of every exception raised on purpose."""
+
+
+class ConfigError(JaxserveError):
+    """A flag, TOML key or model config that cannot be used. The message says what to change."""
+
+
+class ModelLoadError(JaxserveError):
+    """Weights or a tokenizer that cannot be loaded. The message names the file."""
+
+
+class RequestError(JaxserveError):
+    """A request that cannot be served.
+
+    Attributes:
+        status: HTTP status that the server answers with.
+        code: short machine-readable code, as the OpenAI error object has it.
+        param: the request field at fault, or None.
+    """
+
+    status = 400
+    code = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """A field that is malformed, out of range, or not supported."""
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that this server does not serve."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class QueueFull(RequestError):
+    """The bounded queue is full now; the same request may be accepted later.
+
+    Attributes:
+        retry_after: seconds after which a retry is worth it.
+    """
+
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class NotReady(RequestError):
+    """The engine is still loading, or is draining."""
+
+    status = 503
+    code = "not_ready"
+
+
+class EngineError(JaxserveError):
+    """The engine failed while serving a request that was fine."""

@@ -1,0 +1,117 @@
+"""The bridge: the two values that pass between the towers in a step, and the protocol of what carries them.
+
+`StepPlan` goes to the device, `StepResult` comes back. Standard library only; knows neither requests' text nor arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxserve.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One sequence's part in a step: compute KV for positions `[start, start + count)`.
+
+    A prefill chunk and a decode are the same row with another count. Ids for the leading `len(tokens)` positions come
+    from the host; the rest (at most the last one) the device already holds, since it sampled it.
+
+    Attributes:
+        slot: the sequence's per-slot device state, `0 <= slot < max_seqs`; no two rows of a plan share one.
+        pages: block table covering at least positions `[0, start + count)`. The runner reads it within `submit` only.
+        sample: whether to sample the token at position `start + count` from the last position's logits.
+        num_prompt: prompt tokens in the sequence, from which penalties and `min_tokens` tell output tokens.
+        seed: 64 bits; with the position it determines the random draw.
+        stop_ids: ids that `min_tokens` forbids (end of sequence and stop tokens).
+        fresh: first row since the sequence took this slot; per-slot state is initialised from `params`.
+    """
+
+    seq_id: int
+    slot: int
+    start: int
+    count: int
+    tokens: tuple[int, ...]
+    pages: list[int]
+    sample: bool
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Rows of one step; at most `max_seqs` rows and `max_step_tokens` tokens."""
+
+    step_id: int
+    rows: tuple[PlanRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Seconds spent on one step: packing and dispatching it, and waiting for its result."""
+
+    submit_seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step sampled.
+
+    Attributes:
+        tokens: for each row of the plan, in order, the sampled ids: one where `sample` was set, else none.
+        logprobs: likewise; empty tuples for rows that did not ask.
+    """
+
+    step_id: int
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...]
+    stats: StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """What a runner can hold: the scheduler plans within it.
+
+    Attributes:
+        num_pages: pages in the pool, ids `0 .. num_pages - 1`, all of them usable.
+        page_size: tokens per page.
+        max_seqs: slots, and rows in a step.
+        max_step_tokens: tokens in a step.
+        max_context: prompt plus output tokens of one sequence.
+        vocab_size: ids `0 .. vocab_size - 1`.
+    """
+
+    num_pages: int
+    page_size: int
+    max_seqs: int
+    max_step_tokens: int
+    max_context: int
+    vocab_size: int
+
+
+class StepHandle(Protocol):
+    """A dispatched step."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and read what it sampled. Called once."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs plans on a device, in the order submitted. Not thread-safe: one thread drives it."""
+
+    @property
+    def limits(self) -> RunnerLimits: ...
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Pack and dispatch `plan` without waiting for it. `plan.rows` is not empty."""
+        ...

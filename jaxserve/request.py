@@ -1,0 +1,214 @@
+"""What a caller asks for and what comes back, as plain values. Standard library only.
+
+Owns `SamplingParams`, `Request`, `Sequence`, `TokenLogprobs` and `TokenEvent`. Knows token ids, not text, sockets or arrays.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from jaxserve.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_STOP_TOKEN_IDS = 16
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended, in the words that the OpenAI API uses where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+def _require(ok: bool, param: str, expected: str, found: object) -> None:
+    if not ok:
+        raise InvalidRequest(f"{param} must be {expected}, found {found!r}", param=param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    Attributes:
+        max_tokens: output tokens at most; None means up to the context limit.
+        min_tokens: end-of-sequence and stop tokens cannot be sampled before this many output tokens.
+        temperature: 0 is greedy; values under 1e-3 are treated as 0, whose limit they are.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
+        min_p: keep tokens at least this fraction as likely as the most likely; 0 keeps all.
+        seed: makes sampling reproducible, alone or in any batch; None draws a fresh seed.
+        presence_penalty, frequency_penalty: subtracted from logits of output tokens (once; per occurrence), -2 to 2.
+        repetition_penalty: divides positive and multiplies negative logits of prompt and output tokens; 1 is off.
+        logit_bias: (token id, value) pairs added to logits, at most 300.
+        logprobs: None for none; n >= 0 for the chosen token's and the n most likely tokens', n <= 20, of the model's own distribution.
+        stop: strings that end the output and are not part of it. Handled by the text layer.
+        stop_token_ids: further ids that end the output.
+        ignore_eos: do not end at the model's end-of-sequence tokens.
+
+    Raises:
+        InvalidRequest: naming the field, on any value out of range (NaN and infinity included).
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
+            value = getattr(self, name)
+            _require(isinstance(value, (int, float)) and math.isfinite(value), name, "a finite number", value)
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        _require(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"at most max_tokens ({self.max_tokens})",
+            self.min_tokens,
+        )
+        _require(0.0 <= self.temperature <= 100.0, "temperature", "from 0 to 100", self.temperature)
+        _require(-1 <= self.top_k < 2**31, "top_k", "-1, 0 or a positive 32-bit integer", self.top_k)
+        _require(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)
+        _require(0.0 <= self.min_p <= 1.0, "min_p", "from 0 to 1", self.min_p)
+        _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer", self.seed)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2.0 <= getattr(self, name) <= 2.0, name, "from -2 to 2", getattr(self, name))
+        _require(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "above 0, at most 100", self.repetition_penalty)
+        _require(
+            len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries", len(self.logit_bias)
+        )
+        for _, value in self.logit_bias:
+            _require(-100.0 <= value <= 100.0, "logit_bias", "values from -100 to 100", value)
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}", self.logprobs
+        )
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS} ids",
+            len(self.stop_token_ids),
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < 1e-3
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `InvalidRequest` if `logit_bias` or `stop_token_ids` name an id outside the vocabulary."""
+    for name, ids in (("logit_bias", [i for i, _ in params.logit_bias]), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in ids:
+            _require(0 <= token_id < vocab_size, name, f"token ids from 0 to {vocab_size - 1}", token_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate.
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt: token ids, at least one.
+        params: see `SamplingParams`.
+        priority: lower runs first and is preempted last.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A live request inside the scheduler, which alone changes it.
+
+    The sequence is `prompt + outputs`. `planned` counts the leading tokens whose KV has been dispatched to the device,
+    `computed` those whose step has been committed, and `in_flight` the sampled tokens that are dispatched and not yet
+    read; so `planned >= computed`, and the sequence has `len(tokens) + in_flight` tokens, of which the last may be
+    known to the device only.
+
+    Attributes:
+        seq_id: unique for the life of the scheduler, increasing with arrival.
+        tokens: prompt and committed output ids.
+        pages: the block table, in position order.
+        slot: index of its per-slot device state while running, else None.
+        max_output: output tokens at most, from `max_tokens` and the context limit.
+        num_preemptions: how often it lost its pages.
+    """
+
+    seq_id: int
+    request: Request
+    tokens: list[int]
+    max_output: int
+    planned: int = 0
+    computed: int = 0
+    in_flight: int = 0
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist on the host or, sampled and unread, on the device."""
+        return len(self.tokens) + self.in_flight
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities (natural) at one output position: the chosen token's, and the most likely (id, value) first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What one step gave one request.
+
+    Attributes:
+        tokens: new output ids, in order; may be empty when the request only finished.
+        logprobs: one entry per token if the request asked, else empty.
+        finish_reason: None while it goes on. A stop token that ended the sequence is part of `tokens`.
+        num_prompt, num_output: totals so far, for usage.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    num_prompt: int
+    num_output: int
