@@ -162,9 +162,9 @@ def from_mapping(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
 def _coerce(expected: Any, value: Any, where: str) -> Any:
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if expected in (int, float, str, bool):
-        if type(value) is not expected or (expected is float and not math.isfinite(value)):
-            raise ConfigError(f"{where} must be {expected.__name__}, found {value!r}")
+    wrong = expected in (int, float, str, bool) and type(value) is not expected
+    if wrong or (expected is float and not math.isfinite(value)):
+        raise ConfigError(f"{where} must be {expected.__name__}, found {value!r}")
     return value
 
 

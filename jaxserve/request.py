@@ -45,7 +45,8 @@ class SamplingParams:
         presence_penalty, frequency_penalty: subtracted from logits of output tokens (once; per occurrence), -2 to 2.
         repetition_penalty: divides positive and multiplies negative logits of prompt and output tokens; 1 is off.
         logit_bias: (token id, value) pairs added to logits, at most 300.
-        logprobs: None for none; n >= 0 for the chosen token's and the n most likely tokens', n <= 20, of the model's own distribution.
+        logprobs: None for none; n from 0 to 20 for the chosen token's and the n most likely tokens', of the model's own
+            distribution (before temperature, penalties and bias).
         stop: strings that end the output and are not part of it. Handled by the text layer.
         stop_token_ids: further ids that end the output.
         ignore_eos: do not end at the model's end-of-sequence tokens.
