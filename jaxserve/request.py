@@ -159,6 +159,9 @@ class Sequence:
         slot: index of its per-slot device state while running, else None.
         max_output: output tokens at most, from `max_tokens` and the context limit.
         num_preemptions: how often it lost its pages.
+        rows_in_flight: rows of it that are dispatched and not yet committed, whether or not they still count.
+        seed: the request's, or one that the scheduler drew; 64 bits, unsigned.
+        stop_ids: token ids that end it.
     """
 
     seq_id: int
@@ -172,6 +175,9 @@ class Sequence:
     slot: int | None = None
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    rows_in_flight: int = 0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
 
     @property
     def num_prompt(self) -> int:

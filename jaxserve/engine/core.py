@@ -1,0 +1,178 @@
+"""The loop: plan, submit, collect, commit, with the host's work hidden behind the device's.
+
+Owns the order of these four, what is in flight, what happens when the runner fails, and the counters of it. Does not
+know how plans are made (`host.scheduler`), what runs them (a `plan.Runner`), threads, text or time limits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from jaxserve.errors import EngineError
+from jaxserve.host.scheduler import Scheduler
+from jaxserve.plan import Runner, StepHandle, StepPlan
+from jaxserve.request import Request, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES_IN_A_ROW = 3
+
+DEVICE_WAS_IDLE_SECONDS = 50e-6
+"""A result that takes less than this to wait for was ready before we asked, so the device had run dry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the start (`num_*`, `*_seconds`) and the state of this moment (`running`, `waiting`, `*_pages`).
+
+    Attributes:
+        num_steps: steps collected.
+        num_tokens: positions computed, those of preempted and discarded rows included.
+        num_output_tokens: tokens given out.
+        num_preemptions: times that a sequence lost its pages.
+        num_failures: times that the runner raised.
+        exposed_host_seconds: host time during which the device had nothing to do. An upper bound: where a result was
+            ready before we asked for it, all host time since the last one counts.
+        wait_seconds: time spent waiting for results.
+    """
+
+    num_steps: int
+    num_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_failures: int
+    exposed_host_seconds: float
+    wait_seconds: float
+    running: int
+    waiting: int
+    free_pages: int
+    total_pages: int
+
+
+class EngineCore:
+    """Drives one scheduler and one runner. Not thread-safe: one thread calls everything.
+
+    With `overlap`, step n+1 is planned and submitted before the result of step n is read, so the device goes from one
+    to the next while the host commits. Without, each step is read before the next is planned.
+
+    When the runner raises, every request with a row in flight ends with `FinishReason.ERROR` and returns its pages;
+    requests that only hold pages are preempted, since the runner may have lost the pool, and are recomputed; waiting
+    ones are untouched. The engine then goes on. After `MAX_FAILURES_IN_A_ROW` failures with no good step between them
+    it is `dead`: every request ends with ERROR, and `add` raises.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._max_in_flight = 2 if overlap else 1
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._failures_in_a_row = 0
+        self.last_error: Exception | None = None
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._num_output_tokens = 0
+        self._num_failures = 0
+        self._exposed_host_seconds = 0.0
+        self._wait_seconds = 0.0
+        self._host_since = 0.0
+
+    @property
+    def dead(self) -> bool:
+        """Whether the runner failed too often in a row for the engine to go on."""
+        return self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do: a live request, or a result to collect."""
+        return bool(self._in_flight) or self._scheduler.num_live > 0
+
+    def add(self, request: Request) -> None:
+        """Queue `request`.
+
+        Raises:
+            InvalidRequest: it can never be served, or its id is live.
+            EngineError: the engine is dead.
+        """
+        if self.dead:
+            raise EngineError(f"the engine is dead after {self._failures_in_a_row} failed steps in a row: {self.last_error!r}")
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """End a request now; its last event, or None when no such request is live. Its id and pages are free at once."""
+        return self._scheduler.abort(request_id)
+
+    def step(self) -> list[TokenEvent]:
+        """Plan and submit one step if there is something to plan; collect and commit the oldest if it is time to.
+
+        With overlap the first call only submits, so it gives no events. Never blocks when `has_work` is False.
+        """
+        try:
+            planned = self._submit_next()
+            if self._in_flight and (not planned or len(self._in_flight) >= self._max_in_flight):
+                return self._collect_oldest()
+        except Exception as error:  # whatever the runner raises
+            return self._fail(error)
+        return []
+
+    def _submit_next(self) -> bool:
+        started = time.perf_counter()
+        plan = self._scheduler.plan()
+        if plan is None:
+            return False
+        device_was_idle = not self._in_flight
+        handle = self._runner.submit(plan)
+        self._in_flight.append((plan, handle))
+        if device_was_idle:
+            self._host_since = time.perf_counter()
+            self._exposed_host_seconds += self._host_since - started
+        return True
+
+    def _collect_oldest(self) -> list[TokenEvent]:
+        plan, handle = self._in_flight.popleft()
+        wait_from = time.perf_counter()
+        result = handle.result()
+        wait_to = time.perf_counter()
+        self._wait_seconds += wait_to - wait_from
+        if wait_to - wait_from < DEVICE_WAS_IDLE_SECONDS:
+            self._exposed_host_seconds += wait_from - self._host_since
+        self._host_since = wait_to
+        events = self._scheduler.commit(plan, result)
+        if not self._in_flight:
+            self._exposed_host_seconds += time.perf_counter() - wait_to
+        self._failures_in_a_row = 0
+        self._num_steps += 1
+        self._num_tokens += plan.num_tokens
+        self._num_output_tokens += sum(len(event.tokens) for event in events)
+        return events
+
+    def _fail(self, error: Exception) -> list[TokenEvent]:
+        self.last_error = error
+        self._num_failures += 1
+        self._failures_in_a_row += 1
+        self._in_flight.clear()
+        events = self._scheduler.fail_in_flight()
+        logger.error("the runner failed; %d requests in flight end with an error", len(events), exc_info=error)
+        if self.dead:
+            events += self._scheduler.fail_all()
+            logger.critical("%d steps failed in a row; the engine takes no more requests", self._failures_in_a_row)
+        return events
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the counters. Cheap; call it from the thread that calls `step`."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_tokens=self._num_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_failures=self._num_failures,
+            exposed_host_seconds=self._exposed_host_seconds,
+            wait_seconds=self._wait_seconds,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_pages=scheduler.num_free_pages,
+            total_pages=self._runner.limits.num_pages,
+        )

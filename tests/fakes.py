@@ -1,0 +1,316 @@
+"""A deterministic `Runner` without a device, and the slow, obvious oracle for one request alone. No JAX.
+
+`FakeRunner` keeps what a device would keep (per-slot token history, page contents) and refuses every plan that a device
+would silently compute garbage from. What it samples is a pure function of the whole token prefix and the seed, so any
+dependence of outputs on batching, chunking, overlap or preemption is a bug of the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
+
+NextToken = Callable[[Seq[int], int], int]
+"""(all tokens so far, seed; 0 when greedy) -> the next token id."""
+
+_MASK = 2**64 - 1
+_ROOT = 0x9E3779B97F4A7C15
+
+
+class PlanViolation(BaseException):
+    """A plan that breaks the contract of `jaxserve.plan`.
+
+    Not an `Exception`, so that an engine which survives failing runners cannot swallow it.
+    """
+
+
+class InjectedFailure(RuntimeError):
+    """A failure that a test asked for."""
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise PlanViolation(message)
+
+
+def _mix(state: int, value: int) -> int:
+    """One round of splitmix64 over `state` and `value`."""
+    z = (state ^ (value + 1) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 30)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def hash_next_token(vocab_size: int, *, eos_token_id: int = 0, eos_probability: float = 0.0) -> NextToken:
+    """A `NextToken` that hashes its arguments; it gives `eos_token_id` with about `eos_probability`, else any id."""
+
+    def next_token(tokens: Seq[int], seed: int) -> int:
+        state = _mix(_ROOT, seed)
+        for token in tokens:
+            state = _mix(state, token)
+        if (state >> 32) / 2**32 < eos_probability:
+            return eos_token_id
+        return state % vocab_size
+
+    return next_token
+
+
+def fake_logprobs(token: int, top: int, vocab_size: int) -> TokenLogprobs:
+    """The log probabilities that `FakeRunner` gives with `token`; `top` most likely ones, first `token` itself."""
+    return TokenLogprobs(-0.25, tuple(((token + i) % vocab_size, -0.25 - i) for i in range(min(top, vocab_size))))
+
+
+def choose_token(
+    next_token: NextToken,
+    tokens: Seq[int],
+    *,
+    num_prompt: int,
+    params: SamplingParams,
+    seed: int,
+    stop_ids: Collection[int],
+    vocab_size: int,
+) -> int:
+    """The token after `tokens`: what `next_token` says, or the next id that `min_tokens` does not forbid."""
+    token = next_token(tokens, 0 if params.greedy else seed)
+    if len(tokens) - num_prompt < params.min_tokens:
+        while token in stop_ids:
+            token = (token + 1) % vocab_size
+    return token
+
+
+@dataclass
+class _Slot:
+    """What the device holds for one sequence. `hashes[i]` stands for the KV of position i: all of `tokens[: i + 1]`."""
+
+    seq_id: int
+    params: SamplingParams
+    seed: int
+    num_prompt: int
+    stop_ids: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+
+
+class FakeHandle:
+    """A step that ends `step_seconds` after the one before it, as on a device with one queue."""
+
+    def __init__(self, result: StepResult, ready_at: float, error: Exception | None) -> None:
+        self._result: StepResult | None = result
+        self._ready_at = ready_at
+        self._error = error
+
+    def result(self) -> StepResult:
+        _require(self._result is not None, "result() was called twice on one step")
+        result, self._result = self._result, None
+        assert result is not None
+        started = time.monotonic()
+        if self._ready_at > started:
+            time.sleep(self._ready_at - started)
+        if self._error is not None:
+            raise self._error
+        waited = time.monotonic() - started
+        return StepResult(result.step_id, result.tokens, result.logprobs, StepStats(result.stats.submit_seconds, waited))
+
+
+class FakeRunner:
+    """Implements `jaxserve.plan.Runner` on plain lists, and raises `PlanViolation` for every plan out of contract.
+
+    Args:
+        next_token: what to sample; by default a hash of tokens and seed, which gives `eos_token_id` with about
+            `eos_probability`.
+        step_seconds: how long a step takes; steps queue up behind each other and `submit` returns at once.
+        fail_on_submit, fail_on_result: numbers (from 0, in order of submission) of steps whose `submit` or `result`
+            raises `InjectedFailure`. The runner then forgets all slots and pages, as if the pool were lost.
+
+    Attributes:
+        num_steps: plans submitted.
+        last_plan: the newest plan.
+        max_pages_used: most distinct pages that rows of one plan have named.
+    """
+
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        *,
+        next_token: NextToken | None = None,
+        eos_token_id: int = 0,
+        eos_probability: float = 0.0,
+        step_seconds: float = 0.0,
+        fail_on_submit: Collection[int] = (),
+        fail_on_result: Collection[int] = (),
+    ) -> None:
+        self._limits = limits
+        self.next_token = next_token or hash_next_token(
+            limits.vocab_size, eos_token_id=eos_token_id, eos_probability=eos_probability
+        )
+        self._step_seconds = step_seconds
+        self._fail_on_submit = frozenset(fail_on_submit)
+        self._fail_on_result = frozenset(fail_on_result)
+        self._ready_at = 0.0
+        self._last_step_id = -1
+        self.num_steps = 0
+        self.last_plan: StepPlan | None = None
+        self.max_pages_used = 0
+        self._forget()
+
+    @property
+    def limits(self) -> RunnerLimits:
+        return self._limits
+
+    def submit(self, plan: StepPlan) -> FakeHandle:
+        """Check and run `plan`; its result is what `FakeHandle.result` gives later."""
+        number = self.num_steps
+        self.num_steps += 1
+        self.last_plan = plan
+        if number in self._fail_on_submit:
+            self._forget()
+            raise InjectedFailure(f"submit of step number {number}")
+        self._check_plan(plan)
+        for row in plan.rows:
+            self._write_row(row)
+        samples = [self._sample(row) for row in plan.rows]
+        result = StepResult(
+            plan.step_id, tuple(tokens for tokens, _ in samples), tuple(logprobs for _, logprobs in samples), StepStats(0.0, 0.0)
+        )
+        self._ready_at = max(self._ready_at, time.monotonic()) + self._step_seconds
+        error = None
+        if number in self._fail_on_result:
+            error = InjectedFailure(f"result of step number {number}")
+            self._forget()
+        return FakeHandle(result, self._ready_at, error)
+
+    def _forget(self) -> None:
+        self._slots: dict[int, _Slot] = {}
+        self._pages: list[list[int | None]] = [[None] * self._limits.page_size for _ in range(self._limits.num_pages)]
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        limits = self._limits
+        _require(plan.step_id > self._last_step_id, f"step id {plan.step_id} does not follow {self._last_step_id}")
+        self._last_step_id = plan.step_id
+        _require(bool(plan.rows), "a plan without rows")
+        _require(len(plan.rows) <= limits.max_seqs, f"{len(plan.rows)} rows > max_seqs {limits.max_seqs}")
+        _require(plan.num_tokens <= limits.max_step_tokens, f"{plan.num_tokens} tokens > {limits.max_step_tokens}")
+        for name in ("slot", "seq_id"):
+            values = [getattr(row, name) for row in plan.rows]
+            _require(len(set(values)) == len(values), f"two rows share a {name}: {values}")
+        written: dict[int, int] = {}
+        for row in plan.rows:
+            self._check_row(row)
+            for page in row.pages[row.start // limits.page_size : -(-(row.start + row.count) // limits.page_size)]:
+                other = written.setdefault(page, row.seq_id)
+                _require(other == row.seq_id, f"page {page} is written by sequences {other} and {row.seq_id} in one step")
+        self.max_pages_used = max(self.max_pages_used, len({page for row in plan.rows for page in row.pages}))
+
+    def _check_row(self, row: PlanRow) -> None:
+        limits = self._limits
+        where = f"sequence {row.seq_id}"
+        end = row.start + row.count
+        _require(0 <= row.slot < limits.max_seqs, f"{where}: slot {row.slot} is outside 0..{limits.max_seqs - 1}")
+        _require(row.count >= 1, f"{where}: count {row.count} < 1")
+        _require(end < limits.max_context + (not row.sample), f"{where}: position {end} > max_context {limits.max_context}")
+        _require(row.num_prompt >= 1, f"{where}: num_prompt {row.num_prompt} < 1")
+        _require(not row.sample or end >= row.num_prompt, f"{where}: samples inside its prompt")
+        _require(0 <= row.seed <= _MASK, f"{where}: seed {row.seed} is not 64 bits")
+        _require(len(row.tokens) <= row.count, f"{where}: {len(row.tokens)} tokens for {row.count} positions")
+        _require(all(0 <= t < limits.vocab_size for t in row.tokens), f"{where}: token outside the vocabulary: {row.tokens}")
+        _require(len(row.pages) * limits.page_size >= end, f"{where}: {len(row.pages)} pages do not cover {end} positions")
+        _require(all(0 <= p < limits.num_pages for p in row.pages), f"{where}: page id out of range: {row.pages}")
+        _require(len(set(row.pages)) == len(row.pages), f"{where}: a page twice in one block table: {row.pages}")
+        if row.fresh:
+            _require(row.start == 0, f"{where}: fresh, yet starts at {row.start}")
+        else:
+            self._check_continues(row)
+
+    def _check_continues(self, row: PlanRow) -> None:
+        where = f"sequence {row.seq_id}"
+        slot = self._slots.get(row.slot)
+        if slot is None or slot.seq_id != row.seq_id:
+            holder = "no sequence" if slot is None else f"sequence {slot.seq_id}"
+            raise PlanViolation(f"{where}: not fresh, yet slot {row.slot} holds {holder}")
+        _require(row.start == len(slot.hashes), f"{where}: starts at {row.start}, {len(slot.hashes)} positions are computed")
+        for name in ("params", "seed", "num_prompt", "stop_ids"):
+            _require(getattr(row, name) == getattr(slot, name), f"{where}: {name} changed since its fresh row")
+
+    def _write_row(self, row: PlanRow) -> None:
+        if row.fresh:
+            self._slots[row.slot] = _Slot(row.seq_id, row.params, row.seed, row.num_prompt, row.stop_ids)
+        slot = self._slots[row.slot]
+        self._check_page_contents(row, slot)
+        self._take_tokens(row, slot)
+        for position in range(row.start, row.start + row.count):
+            state = _mix(slot.hashes[-1] if slot.hashes else _ROOT, slot.tokens[position])
+            slot.hashes.append(state)
+            self._pages[row.pages[position // self._limits.page_size]][position % self._limits.page_size] = state
+
+    def _check_page_contents(self, row: PlanRow, slot: _Slot) -> None:
+        size = self._limits.page_size
+        for index in range(-(-row.start // size)):
+            expected = slot.hashes[index * size : min((index + 1) * size, row.start)]
+            found = self._pages[row.pages[index]][: len(expected)]
+            _require(found == expected, f"sequence {row.seq_id}: page {row.pages[index]} no longer holds its KV")
+
+    def _take_tokens(self, row: PlanRow, slot: _Slot) -> None:
+        """Write the host's tokens into the history; the rest of the row must be there already."""
+        where = f"sequence {row.seq_id}"
+        known = slot.tokens[row.start : row.start + len(row.tokens)]
+        _require(known == list(row.tokens[: len(known)]), f"{where}: host says {row.tokens}, the device sampled {known}")
+        slot.tokens.extend(row.tokens[len(known) :])
+        missing = row.count - len(row.tokens)
+        _require(missing <= 1, f"{where}: {missing} tokens are left to the device, which knows at most the last")
+        _require(
+            len(slot.tokens) == row.start + row.count,
+            f"{where}: row ends at {row.start + row.count}, the device holds {len(slot.tokens)} tokens",
+        )
+
+    def _sample(self, row: PlanRow) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+        if not row.sample:
+            return (), ()
+        slot = self._slots[row.slot]
+        token = choose_token(
+            self.next_token,
+            slot.tokens,
+            num_prompt=row.num_prompt,
+            params=row.params,
+            seed=row.seed,
+            stop_ids=row.stop_ids,
+            vocab_size=self._limits.vocab_size,
+        )
+        slot.tokens.append(token)
+        if row.params.logprobs is None:
+            return (token,), ()
+        return (token,), (fake_logprobs(token, row.params.logprobs, self._limits.vocab_size),)
+
+
+def expected_output(
+    request: Request,
+    limits: RunnerLimits,
+    *,
+    next_token: NextToken,
+    eos_token_ids: Collection[int] = (),
+) -> tuple[tuple[int, ...], FinishReason]:
+    """What `request` must give alone or in any batch, one token at a time. Its seed must be set unless it is greedy."""
+    params = request.params
+    assert params.greedy or params.seed is not None, "the oracle cannot guess a seed that the scheduler draws"
+    stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    # The last token's KV is never needed, so a pool holds one token more than it has positions.
+    room = min(limits.max_context, limits.num_pages * limits.page_size + 1) - len(request.prompt)
+    max_output = min(room, params.max_tokens or room)
+    tokens = list(request.prompt)
+    for _ in range(max_output):
+        token = choose_token(
+            next_token,
+            tokens,
+            num_prompt=len(request.prompt),
+            params=params,
+            seed=(params.seed or 0) & _MASK,
+            stop_ids=stop_ids,
+            vocab_size=limits.vocab_size,
+        )
+        tokens.append(token)
+        if token in stop_ids and len(tokens) - len(request.prompt) > params.min_tokens:
+            return tuple(tokens[len(request.prompt) :]), FinishReason.STOP
+    return tuple(tokens[len(request.prompt) :]), FinishReason.LENGTH
