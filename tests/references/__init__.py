@@ -1,0 +1,1 @@
+"""Reference values that `transformers` computed, and `load.py` to read them."""

@@ -1,0 +1,143 @@
+"""Reads the reference values in this folder. Owns their layout on disk; knows numpy and nothing of JAX or PyTorch.
+
+`make_references.py` made them; README.md says how.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+HERE = Path(__file__).parent
+TINY_NAMES = tuple(sorted(path.stem.removeprefix("tiny_") for path in HERE.glob("tiny_*.npz")))
+DEMO_NAMES = ("english", "code", "mixed")
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyReference:
+    """A tiny random Llama model and what `transformers` computes with it in float32.
+
+    Attributes:
+        config: its `config.json`.
+        weights: parameters by Hugging Face name, float32 (each exact in float16), `[out, in]` for matrices.
+        input_ids: [T], one sequence.
+        logits: [T, V], of every position of `input_ids`.
+        greedy_tokens: [16], the greedy continuation.
+        greedy_gaps: [16], by how much each greedy token's logit exceeds the runner-up's; above 0.02 everywhere.
+    """
+
+    name: str
+    config: dict[str, Any]
+    weights: dict[str, Floats]
+    input_ids: Ints
+    logits: Floats
+    greedy_tokens: Ints
+    greedy_gaps: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoReference:
+    """What `transformers` computes in float32 with the demo model on one real text.
+
+    Attributes:
+        text: the text, which the tokenizer turns into `input_ids` [T] and no special tokens.
+        argmax, argmax_logit, logsumexp: [T], of each position's logits.
+        sampled_ids, sampled_logits: [R] fixed vocabulary ids, and their logits at each position [T, R].
+        last_logits: [V], of the last position.
+        greedy_tokens: [64], the greedy continuation, end-of-sequence tokens not heeded.
+        greedy_gaps: [64], by how much each greedy token's logit exceeds the runner-up's; may be a near-tie.
+    """
+
+    name: str
+    text: str
+    input_ids: Ints
+    argmax: Ints
+    argmax_logit: Floats
+    logsumexp: Floats
+    sampled_ids: Ints
+    sampled_logits: Floats
+    last_logits: Floats
+    greedy_tokens: Ints
+    greedy_gaps: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeReference:
+    """A string and its ids under the demo model's tokenizer, nothing added around it."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReference:
+    """A conversation, and what the demo model's chat template makes of it."""
+
+    messages: list[dict[str, str]]
+    add_generation_prompt: bool
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerReference:
+    """What the demo model's tokenizer does.
+
+    Attributes:
+        encode: ordinary strings.
+        encode_special: strings that contain, or nearly contain, special tokens; whole ones become one id here.
+        chat: conversations.
+    """
+
+    encode: list[EncodeReference]
+    encode_special: list[EncodeReference]
+    chat: list[ChatReference]
+
+
+def load_tiny(name: str) -> TinyReference:
+    """The tiny model `name`, one of `TINY_NAMES`."""
+    with np.load(HERE / f"tiny_{name}.npz") as data:
+        prefix = "weight:"
+        return TinyReference(
+            name=name,
+            config=json.loads(str(data["config"])),
+            weights={key[len(prefix) :]: data[key].astype(np.float32) for key in data.files if key.startswith(prefix)},
+            **{key: data[key] for key in ("input_ids", "logits", "greedy_tokens", "greedy_gaps")},
+        )
+
+
+def load_demo(name: str) -> DemoReference:
+    """The demo model's values on the text `name`, one of `DEMO_NAMES`."""
+    text = (HERE / "texts" / f"{name}.txt").read_text(encoding="utf-8")
+    prefix = f"{name}:"
+    with np.load(HERE / "demo_model.npz") as data:
+        arrays = {key[len(prefix) :]: data[key] for key in data.files if key.startswith(prefix)}
+        return DemoReference(name=name, text=text, sampled_ids=data["sampled_ids"], **arrays)
+
+
+def load_tokenizer() -> TokenizerReference:
+    """What the demo model's tokenizer does to strings and conversations."""
+    data = json.loads((HERE / "demo_tokenizer.json").read_text(encoding="utf-8"))
+    return TokenizerReference(
+        encode=[EncodeReference(**entry) for entry in data["encode"]],
+        encode_special=[EncodeReference(**entry) for entry in data["encode_special"]],
+        chat=[ChatReference(**entry) for entry in data["chat"]],
+    )
+
+
+def write_hf_directory(reference: TinyReference, path: Path) -> Path:
+    """Write a tiny model as a Hugging Face directory (`config.json`, `model.safetensors`), and return `path`."""
+    from safetensors.numpy import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(reference.config), encoding="utf-8")
+    save_file(reference.weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
