@@ -174,7 +174,10 @@ class FakeRunner:
             self._write_row(row)
         samples = [self._sample(row) for row in plan.rows]
         result = StepResult(
-            plan.step_id, tuple(tokens for tokens, _ in samples), tuple(logprobs for _, logprobs in samples), StepStats(0.0, 0.0)
+            plan.step_id,
+            tuple(tokens for tokens, _ in samples),
+            tuple(logprobs for _, logprobs in samples),
+            StepStats(0.0, 0.0),
         )
         self._ready_at = max(self._ready_at, time.monotonic()) + self._step_seconds
         error = None

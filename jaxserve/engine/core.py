@@ -109,36 +109,28 @@ class EngineCore:
 
         With overlap the first call only submits, so it gives no events. Never blocks when `has_work` is False.
         """
-        try:
-            planned = self._submit_next()
-            if self._in_flight and (not planned or len(self._in_flight) >= self._max_in_flight):
-                return self._collect_oldest()
-        except Exception as error:  # whatever the runner raises
-            return self._fail(error)
-        return []
-
-    def _submit_next(self) -> bool:
         started = time.perf_counter()
         plan = self._scheduler.plan()
-        if plan is None:
-            return False
-        device_was_idle = not self._in_flight
-        handle = self._runner.submit(plan)
-        self._in_flight.append((plan, handle))
-        if device_was_idle:
-            self._host_since = time.perf_counter()
-            self._exposed_host_seconds += self._host_since - started
-        return True
+        if plan is not None:
+            try:
+                handle = self._runner.submit(plan)
+            except Exception as error:
+                return self._fail(error)
+            self._note_submitted(started)
+            self._in_flight.append((plan, handle))
+        if not self._in_flight or (plan is not None and len(self._in_flight) < self._max_in_flight):
+            return []
+        return self._collect_oldest()
 
     def _collect_oldest(self) -> list[TokenEvent]:
         plan, handle = self._in_flight.popleft()
         wait_from = time.perf_counter()
-        result = handle.result()
+        try:
+            result = handle.result()
+        except Exception as error:
+            return self._fail(error)
         wait_to = time.perf_counter()
-        self._wait_seconds += wait_to - wait_from
-        if wait_to - wait_from < DEVICE_WAS_IDLE_SECONDS:
-            self._exposed_host_seconds += wait_from - self._host_since
-        self._host_since = wait_to
+        self._note_waited(wait_from, wait_to)
         events = self._scheduler.commit(plan, result)
         if not self._in_flight:
             self._exposed_host_seconds += time.perf_counter() - wait_to
@@ -147,6 +139,17 @@ class EngineCore:
         self._num_tokens += plan.num_tokens
         self._num_output_tokens += sum(len(event.tokens) for event in events)
         return events
+
+    def _note_submitted(self, started: float) -> None:
+        if not self._in_flight:
+            self._host_since = time.perf_counter()
+            self._exposed_host_seconds += self._host_since - started
+
+    def _note_waited(self, wait_from: float, wait_to: float) -> None:
+        self._wait_seconds += wait_to - wait_from
+        if wait_to - wait_from < DEVICE_WAS_IDLE_SECONDS:
+            self._exposed_host_seconds += wait_from - self._host_since
+        self._host_since = wait_to
 
     def _fail(self, error: Exception) -> list[TokenEvent]:
         self.last_error = error

@@ -1,0 +1,360 @@
+"""Which sequence computes how many tokens in the next step, and what a step's result means for each.
+
+Owns live sequences, their slots and block tables, and both cursors of each. Does not know arrays, text, time or threads.
+
+There are no phases. A sequence is planned while its planned tokens have not caught up with its known tokens, and a
+prefill chunk, a decode and the replay after a preemption are the same row with another count.
+
+Several plans may be in flight: submitted and not yet committed. The invariant that makes this safe is that *steps run
+on the device in the order of their plans*. So a sequence that finishes, is aborted or is preempted gives back its pages
+and its slot at once, although a submitted step may still write to them: whoever gets them is in a later plan, which
+writes after that. Two rules keep it true. A plan never gives pages away that a row of the same plan holds: only
+sequences after the requester in order of importance are preempted, and rows are made in that order. And a row that
+outlived its sequence's hold is not counted when its step is committed: `finish_reason` is set, or `slot` is None,
+which it stays while any row is in flight.
+"""
+
+from __future__ import annotations
+
+import bisect
+import random
+from collections import deque
+
+from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.host.admission import output_limit, validate
+from jaxserve.host.pages import PagePool
+from jaxserve.host.waiting import WaitingQueue
+from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult
+from jaxserve.request import FinishReason, Request, Sequence, TokenEvent, TokenLogprobs
+
+
+def _importance(seq: Sequence) -> tuple[int, int]:
+    """Sorts the most important first: lower `priority`, then earlier arrival."""
+    return seq.request.priority, seq.seq_id
+
+
+class Scheduler:
+    """Continuous batching by token budget over paged KV. Not thread-safe: one thread calls everything.
+
+    Every plan that `plan` returns must be submitted, and committed in the same order; or all of them given up with
+    `fail_in_flight`. `plan` and `commit` cost O(rows), whatever waits or has finished.
+
+    Args:
+        prefill_chunk: tokens of one sequence in a step at most.
+        eos_token_ids: ids that end every sequence which does not ignore them.
+        seed: of the generator that draws seeds for requests without one; None for one that the system seeds.
+
+    Raises:
+        ConfigError: `limits` or `prefill_chunk` cannot make progress.
+    """
+
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        *,
+        prefill_chunk: int,
+        eos_token_ids: tuple[int, ...] = (),
+        seed: int | None = None,
+    ) -> None:
+        if prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be at least 1, found {prefill_chunk}")
+        if limits.max_step_tokens < limits.max_seqs:
+            raise ConfigError(
+                f"max_step_tokens ({limits.max_step_tokens}) must be at least max_seqs ({limits.max_seqs}), "
+                "so that every running sequence can decode in a step"
+            )
+        self._limits = limits
+        self._prefill_chunk = prefill_chunk
+        self._eos_token_ids = eos_token_ids
+        self._random = random.Random(seed)
+        self._pool = PagePool(limits.num_pages)
+        self._free_slots = list(range(limits.max_seqs - 1, -1, -1))
+        self._live: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []  # the most important first
+        self._waiting = WaitingQueue()
+        self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._next_seq_id = 0
+        self._next_step_id = 0
+        self.num_preemptions = 0
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not finished."""
+        return len(self._live)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold nothing, new or preempted."""
+        return len(self._waiting)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._pool.num_free
+
+    # Requests come and go.
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request.
+
+        Raises:
+            InvalidRequest: it can never be served, or its id is live.
+        """
+        validate(request, self._limits)
+        if request.request_id in self._live:
+            raise InvalidRequest(f"request_id {request.request_id!r} is live already; ids must be unique", param="request_id")
+        params = request.params
+        max_output = output_limit(request, self._limits)
+        seq = Sequence(
+            self._next_seq_id,
+            request,
+            list(request.prompt),
+            max_output,
+            seed=(self._random.getrandbits(64) if params.seed is None else params.seed) % 2**64,
+            stop_ids=params.stop_token_ids if params.ignore_eos else (*self._eos_token_ids, *params.stop_token_ids),
+            max_positions=len(request.prompt) + max_output - 1,
+        )
+        self._next_seq_id += 1
+        self._live[request.request_id] = seq
+        self._waiting.push(seq)
+        return seq
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """End a request now; its last event, or None when no such request is live."""
+        seq = self._live.get(request_id)
+        return None if seq is None else self._end(seq, FinishReason.ABORT)
+
+    def fail_in_flight(self) -> list[TokenEvent]:
+        """Give up every plan in flight, of which nothing is known any more, nor of anything that the device held.
+
+        Sequences with a row in flight end with ERROR; others that hold pages are preempted.
+        """
+        events = [
+            self._end(seq, FinishReason.ERROR)
+            for _, seqs in self._in_flight
+            for seq in seqs
+            if seq.finish_reason is None  # an earlier plan's row may have ended it
+        ]
+        self._in_flight.clear()
+        while self._running:
+            self._preempt(self._running[-1])
+        return events
+
+    def fail_all(self) -> list[TokenEvent]:
+        """End every request with ERROR, and give up every plan in flight."""
+        self._in_flight.clear()
+        return [self._end(seq, FinishReason.ERROR) for seq in list(self._live.values())]
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> TokenEvent:
+        self._finish(seq, reason)
+        return TokenEvent(seq.request.request_id, (), (), reason, seq.num_prompt, seq.num_output)
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        seq.finish_reason = reason
+        del self._live[seq.request.request_id]
+        if seq.slot is None:
+            self._waiting.discard(seq)
+        else:
+            self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """Take slot and pages from a running sequence."""
+        assert seq.slot is not None
+        del self._running[bisect.bisect_left(self._running, _importance(seq), key=_importance)]
+        self._free_slots.append(seq.slot)
+        seq.slot = None
+        self._pool.release(seq.pages)
+        seq.pages = []  # a new list: rows of submitted plans alias the old one
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._release(seq)
+        seq.planned = seq.computed = 0
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.push(seq)
+
+    # A step begins.
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can be planned before a plan in flight is committed or a request added."""
+        preemptions_before = self.num_preemptions
+        rows: list[PlanRow] = []
+        seqs: list[Sequence] = []
+        budget = self._plan_running(rows, seqs)
+        # Pages that a preemption just freed are for those it was made for.
+        if self.num_preemptions == preemptions_before:
+            self._plan_waiting(budget, rows, seqs)
+        if not rows:
+            return None
+        plan = StepPlan(self._next_step_id, tuple(rows))
+        self._next_step_id += 1
+        self._in_flight.append((plan, seqs))
+        return plan
+
+    def _plan_running(self, rows: list[PlanRow], seqs: list[Sequence]) -> int:
+        """Add a row for every running sequence that needs and gets one; what is left of the token budget."""
+        budget = self._limits.max_step_tokens - self._count_decodes()
+        running = self._running
+        index = 0
+        while index < len(running):  # preemption shortens it from the end
+            seq = running[index]
+            index += 1
+            count = len(seq.tokens) + seq.in_flight - seq.planned
+            if count == 1:
+                if seq.planned == seq.max_positions:  # its last token is in flight
+                    continue
+            else:
+                count = min(count, self._prefill_chunk, budget)
+                if count == 0:
+                    continue
+                budget -= count
+            if not self._grow(seq, seq.planned + count):
+                break
+            seqs.append(seq)
+            rows.append(self._make_row(seq, count, fresh=False))
+        return budget
+
+    def _count_decodes(self) -> int:
+        """Running sequences that lack one token: their share of the budget comes before that of any chunk."""
+        return sum([len(seq.tokens) + seq.in_flight - seq.planned == 1 for seq in self._running])
+
+    def _grow(self, seq: Sequence, num_positions: int) -> bool:
+        """Make the block table cover `num_positions`, preempting the least important; False if `seq` itself was."""
+        missing = -(-num_positions // self._limits.page_size) - len(seq.pages)
+        if missing <= 0:
+            return True
+        while self._pool.num_free < missing:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        seq.pages += self._pool.allocate(missing)
+        return True
+
+    def _plan_waiting(self, budget: int, rows: list[PlanRow], seqs: list[Sequence]) -> None:
+        """Admit sequences strictly in order, while there is budget, a slot, and pages without preempting anyone.
+
+        Pages must suffice for all of a sequence's known tokens and one more page, after what those that run need for
+        the same: so that what is admitted is not preempted at once, before it has repaid its prefill.
+        """
+        seq = self._waiting.peek()
+        if seq is None or not self._free_slots or budget == 0:
+            return
+        promised = sum([self._pages_soon(running) for running in self._running])
+        while seq is not None and self._free_slots and budget > 0:
+            # A preempted sequence with a row in flight is not ready, and nobody overtakes it.
+            if seq.rows_in_flight or self._pool.num_free < promised + self._pages_soon(seq):
+                return
+            self._waiting.pop()
+            seq.slot = self._free_slots.pop()
+            bisect.insort(self._running, seq, key=_importance)
+            count = min(len(seq.tokens), self._prefill_chunk, budget)
+            budget -= count
+            self._grow(seq, count)
+            promised += self._pages_soon(seq)
+            seqs.append(seq)
+            rows.append(self._make_row(seq, count, fresh=True))
+            seq = self._waiting.peek()
+
+    def _pages_soon(self, seq: Sequence) -> int:
+        """Pages that `seq` lacks for its known tokens and a page of further ones."""
+        size = self._limits.page_size
+        num_positions = min(len(seq.tokens) + seq.in_flight + size, seq.max_positions)
+        return -(-num_positions // size) - len(seq.pages)
+
+    @staticmethod
+    def _make_row(seq: Sequence, count: int, *, fresh: bool) -> PlanRow:
+        """The row for the next `count` tokens, whose pages are there; moves the planned cursor."""
+        start = seq.planned
+        end = start + count
+        sample = end == len(seq.tokens) + seq.in_flight
+        tokens = tuple(seq.tokens[start:end])
+        seq.planned = end
+        seq.rows_in_flight += 1
+        if sample:
+            seq.in_flight += 1
+        request = seq.request
+        assert seq.slot is not None
+        return PlanRow(
+            seq.seq_id, seq.slot, start, count, tokens, seq.pages, sample,
+            len(request.prompt), request.params, seq.seed, seq.stop_ids, fresh,
+        )  # fmt: skip
+
+    # A step ends.
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Take in the result of the oldest plan in flight; one event for each sequence that got a token."""
+        oldest, seqs = self._in_flight.popleft()
+        assert plan is oldest, f"step {plan.step_id} is committed, step {oldest.step_id} is the oldest in flight"
+        assert result.step_id == plan.step_id, f"the result of step {result.step_id} is not one of step {plan.step_id}"
+        events = []
+        for seq, row, tokens, logprobs in zip(seqs, plan.rows, result.tokens, result.logprobs, strict=True):
+            seq.rows_in_flight -= 1
+            if seq.finish_reason is not None:
+                continue
+            if seq.slot is not None:  # else it was preempted, and its KV is gone
+                seq.computed += row.count
+            if row.sample:
+                seq.in_flight -= 1
+                events.append(self._commit_token(seq, tokens[0], logprobs))
+        return events
+
+    def _commit_token(self, seq: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...]) -> TokenEvent:
+        seq.tokens.append(token)
+        request = seq.request
+        num_prompt = len(request.prompt)
+        num_output = len(seq.tokens) - num_prompt
+        reason = None
+        if token in seq.stop_ids and num_output > request.params.min_tokens:
+            reason = FinishReason.STOP
+        elif num_output == seq.max_output:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._finish(seq, reason)
+        return TokenEvent(request.request_id, (token,), logprobs, reason, num_prompt, num_output)
+
+    def check_integrity(self) -> None:
+        """Assert everything that holds between any two calls. O(everything): for tests and idle moments."""
+        self._waiting.check_integrity()
+        self._pool.check_integrity(seq.pages for seq in self._running)
+        order = [_importance(seq) for seq in self._running]
+        assert order == sorted(order), f"running sequences are out of order: {order}"
+        slots = self._free_slots + [seq.slot for seq in self._running if seq.slot is not None]
+        assert sorted(slots) == list(range(self._limits.max_seqs)), f"slots are not each free or held once: {slots}"
+        found = sorted([seq.seq_id for seq in [*self._running, *self._waiting]])
+        live = sorted(seq.seq_id for seq in self._live.values())
+        assert found == live, f"sequences {live} are live, those that run or wait are {found}"
+        for seq in self._running:
+            self._check_running(seq)
+        for seq in self._waiting:
+            holds = seq.slot, seq.pages, seq.planned, seq.computed
+            assert holds == (None, [], 0, 0), f"sequence {seq.seq_id} waits, yet has (slot, pages, planned, computed) {holds}"
+        self._check_in_flight()
+
+    def _check_running(self, seq: Sequence) -> None:
+        where = f"sequence {seq.seq_id}"
+        assert seq.finish_reason is None, f"{where} has finished, yet runs"
+        assert 0 <= seq.computed <= seq.planned <= min(seq.num_tokens, seq.max_positions), (
+            f"{where}: cursors out of order: {seq}"
+        )
+        pages = -(-seq.planned // self._limits.page_size)
+        assert len(seq.pages) == pages, f"{where}: {len(seq.pages)} pages for {seq.planned} positions"
+
+    def _check_in_flight(self) -> None:
+        rows: dict[Sequence, int] = {}
+        samples: dict[Sequence, int] = {}
+        for plan, seqs in self._in_flight:
+            for seq, row in zip(seqs, plan.rows, strict=True):
+                rows[seq] = rows.get(seq, 0) + 1
+                samples[seq] = samples.get(seq, 0) + row.sample
+        for seq in self._live.values():
+            where = f"sequence {seq.seq_id}"
+            assert seq.rows_in_flight == rows.get(seq, 0), (
+                f"{where}: {seq.rows_in_flight} rows in flight, found {rows.get(seq)}"
+            )
+            assert seq.in_flight == samples.get(seq, 0), f"{where}: {seq.in_flight} tokens in flight, found {samples.get(seq)}"
+            assert seq.num_output < seq.max_output, f"{where} has all its output, yet goes on"
