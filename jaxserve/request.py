@@ -162,6 +162,7 @@ class Sequence:
         rows_in_flight: rows of it that are dispatched and not yet committed, whether or not they still count.
         seed: the request's, or one that the scheduler drew; 64 bits, unsigned.
         stop_ids: token ids that end it.
+        max_positions: positions whose KV it may ever need; one less than its tokens may be, since nothing follows the last.
     """
 
     seq_id: int
@@ -178,6 +179,7 @@ class Sequence:
     rows_in_flight: int = 0
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
+    max_positions: int = 0
 
     @property
     def num_prompt(self) -> int:
