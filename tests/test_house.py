@@ -48,10 +48,8 @@ def test_no_arrow_points_up() -> None:
     [
         ("jaxserve.host.pages", "import heapq\nfrom jaxserve.plan import StepPlan\nfrom . import prefix"),
         ("jaxserve.engine.core", "from ..host.scheduler import Scheduler\nimport tokenizers"),
-        (
-            "jaxserve.server.app",
-            "import asyncio\nfrom jaxserve import __version__\nfrom aiohttp import web\nfrom jaxserve.host.admission import Admission",
-        ),
+        ("jaxserve.server.app", "import asyncio\nfrom jaxserve.host.admission import Admission"),
+        ("jaxserve.server.handlers", "from aiohttp import web\nfrom jaxserve import __version__"),
         ("jaxserve.models.llama", "import jax.numpy as jnp\nfrom pallas_kernels.paged_attention import paged_attention"),
         ("jaxserve.device.runner", "import jax\nfrom jaxserve.models import llama\nfrom jaxserve.plan import StepPlan"),
         ("pallas_kernels.paged_attention.xla", "from pallas_kernels.paged_attention.reference import reference"),

@@ -1,0 +1,59 @@
+"""Our engine on the workloads: greedy requests through `EngineCore`, timed, with the host time that the device did not hide.
+
+Owns how a workload becomes requests and how a run is timed. Knows no peers, limits or reports.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+
+from bench.workloads import Workload, prompts
+from jaxserve.engine.core import EngineCore
+from jaxserve.request import FinishReason, Request, SamplingParams
+
+_request_ids = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One run of a workload.
+
+    Attributes:
+        seconds: from the first request's arrival to the last token.
+        exposed_seconds: host time in it during which the device had nothing to do.
+        num_steps: steps that it took.
+    """
+
+    seconds: float
+    exposed_seconds: float
+    num_steps: int
+
+
+def run_workload(core: EngineCore, workload: Workload, num_output: int) -> Timing:
+    """Run all sequences of `workload` at once for `num_output` tokens each.
+
+    Raises:
+        RuntimeError: a sequence ended otherwise than by length, so the run measured something else.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+    requests = [
+        Request(request_id=f"bench-{next(_request_ids)}", prompt=prompt, params=params) for prompt in prompts(workload)
+    ]
+    before = core.stats()
+    reasons: list[FinishReason] = []
+    started = time.perf_counter()
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        reasons += [event.finish_reason for event in core.step() if event.finish_reason]
+    seconds = time.perf_counter() - started
+    after = core.stats()
+    if reasons != [FinishReason.LENGTH] * workload.batch:
+        raise RuntimeError(f"workload {workload.title}: expected {workload.batch} sequences to end by length, found {reasons}")
+    return Timing(
+        seconds=seconds,
+        exposed_seconds=after.exposed_host_seconds - before.exposed_host_seconds,
+        num_steps=after.num_steps - before.num_steps,
+    )
