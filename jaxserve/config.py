@@ -107,7 +107,12 @@ class HttpConfig:
     """The HTTP server.
 
     Attributes:
-        max_queue_requests, max_queue_tokens: what may wait; more is answered 429.
+        host: address to listen on; 0.0.0.0 for every interface.
+        port: TCP port to listen on; 0 takes a free one.
+        served_model_name: the model's name in requests and answers; "" takes the model's own.
+        max_body_bytes: larger request bodies are refused.
+        max_queue_requests: requests that may wait; more are answered 429.
+        max_queue_tokens: prompt tokens that may wait; more are answered 429.
         drain_seconds: how long running requests may go on after SIGTERM.
     """
 
