@@ -1,0 +1,144 @@
+"""Bytes, JSON and directories on disk, with errors that name the file.
+
+Knows no checkpoint format beyond telling where an Orbax one keeps its metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints.checkpoint import CheckpointError
+
+# XLA's CPU client takes a host buffer over without a copy if it is aligned to this many bytes.
+ALIGNMENT = 64
+# Linux reads at most 2 GiB - 4 KiB in one call.
+MAX_READ = 1 << 30
+MAX_JSON_BYTES = 1 << 28
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """An uninitialised C-contiguous array that a CPU device can take over without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn an `OSError` inside into a `CheckpointError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+class FileReader:
+    """A file read at offsets, from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with naming(path):
+            self._file = path.open("rb", buffering=0)
+            self.size = os.fstat(self._file.fileno()).st_size
+
+    def read_into(self, target: np.ndarray, offset: int) -> None:
+        """Fill the C-contiguous `target` from `offset` bytes into the file."""
+        view = memoryview(target.reshape(-1).view(np.uint8))
+        done = 0
+        with naming(self.path):
+            while done < len(view):
+                count = os.preadv(self._file.fileno(), [view[done : done + MAX_READ]], offset + done)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{self.path}: ends at byte {offset + done}, expected at least {offset + len(view)}; "
+                        "it was truncated while in use"
+                    )
+                done += count
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 file."""
+    with naming(path):
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: is larger than {MAX_JSON_BYTES} bytes, which no file of its kind is")
+        data = path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8 text: {error}") from error
+
+
+def parse_json_object(text: str | bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object; `where` names it in errors."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object."""
+    return parse_json_object(read_text(path), str(path))
+
+
+def orbax_root(path: Path) -> Path | None:
+    """The directory under `path` (itself or a child) that Orbax wrote its tree metadata to; None if there is none."""
+    for candidate in (path, path / "weights", *sorted(entry for entry in path.iterdir() if entry.is_dir())):
+        if (candidate / "_METADATA").is_file():
+            return candidate
+    return None
+
+
+@contextlib.contextmanager
+def new_directory(target: Path, *, replace: bool) -> Iterator[Path]:
+    """A temporary sibling of `target` that takes its name if the body succeeds and vanishes if it fails.
+
+    Raises:
+        CheckpointError: `target` exists and is not an empty directory, and `replace` is false; or the disk says no.
+    """
+    if not replace and target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target}: already exists and is not an empty directory")
+    with naming(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    try:
+        with naming(target):
+            temporary.chmod(0o755)
+            yield temporary
+            _swap(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _swap(temporary: Path, target: Path) -> None:
+    """Give `target`'s name to `temporary`; what had it before is moved aside first, then deleted."""
+    if not target.exists():
+        os.rename(temporary, target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    try:
+        os.rename(target, aside / "old")
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            os.rename(aside / "old", target)
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

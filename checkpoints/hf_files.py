@@ -1,0 +1,125 @@
+"""The small files of a Hugging Face directory: config, generation config and tokenizer, read and written.
+
+Also what stands beside an Orbax checkpoint of ours. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from checkpoints.checkpoint import CheckpointError, TokenizerFiles
+from checkpoints.files import naming, parse_json_object, read_json_object, read_text
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json`, with the token ids that `generation_config.json` sets, since those are what generation follows."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; a checkpoint directory must have one")
+    config = read_json_object(path)
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        found = read_json_object(generation)
+        config |= {key: found[key] for key in ("bos_token_id", "eos_token_id") if found.get(key) is not None}
+    return config
+
+
+def read_tokenizer(directory: Path) -> TokenizerFiles | None:
+    """The directory's tokenizer files; None if it has none."""
+    tokenizer_json, sentencepiece = directory / "tokenizer.json", directory / "tokenizer.model"
+    if not tokenizer_json.is_file() and not sentencepiece.is_file():
+        return None
+    settings_path = directory / "tokenizer_config.json"
+    settings = read_json_object(settings_path) if settings_path.is_file() else {}
+    text = pieces = None
+    declared: dict[str, Any] = {}
+    if tokenizer_json.is_file():
+        text = read_text(tokenizer_json)
+        declared = parse_json_object(text, str(tokenizer_json))
+    else:
+        with naming(sentencepiece):
+            pieces = sentencepiece.read_bytes()
+    bos = _token(settings, "bos_token", settings_path)
+    add_bos = settings.get("add_bos_token")
+    return TokenizerFiles(
+        tokenizer_json=text,
+        sentencepiece=pieces,
+        chat_template=_chat_template(directory, settings, settings_path),
+        bos_token=bos,
+        eos_token=_token(settings, "eos_token", settings_path),
+        add_bos=bos is not None and bool(_starts_with_special(declared, bos) if add_bos is None else add_bos),
+    )
+
+
+def _token(settings: Mapping[str, Any], key: str, path: Path) -> str | None:
+    value = settings.get(key)
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{path}: {key} must be a string or an object with 'content', found {value!r}")
+    return value
+
+
+def _starts_with_special(tokenizer: Mapping[str, Any], bos: str) -> bool:
+    """Whether the post-processor of a `tokenizer.json` puts `bos` before a single text."""
+    processor = tokenizer.get("post_processor")
+    if not isinstance(processor, Mapping):
+        return False
+    inner = processor.get("processors")
+    processors = inner if isinstance(inner, list) else [processor]
+    for candidate in processors:
+        template = candidate.get("single") if isinstance(candidate, Mapping) else None
+        if isinstance(template, list) and template and isinstance(template[0], Mapping):
+            special = template[0].get("SpecialToken")
+            if isinstance(special, Mapping) and special.get("id") == bos:
+                return True
+    return False
+
+
+def _chat_template(directory: Path, settings: Mapping[str, Any], path: Path) -> str | None:
+    own_file = directory / "chat_template.jinja"
+    if own_file.is_file():
+        return read_text(own_file)
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = _default_template(template)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{path}: chat_template must be a string or a list of named templates, found {template!r}")
+    return template
+
+
+def _default_template(named: list[Any]) -> Any:
+    by_name = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, Mapping)}
+    return by_name.get("default")
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write `config.json` and the part of it that generation follows as `generation_config.json`."""
+    _write_json(directory / "config.json", config)
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
+    if ids:
+        _write_json(directory / "generation_config.json", ids)
+
+
+def write_tokenizer(directory: Path, tokenizer: TokenizerFiles | None) -> None:
+    """Write the files that `read_tokenizer` reads back to an equal value."""
+    if tokenizer is None:
+        return
+    if tokenizer.tokenizer_json is not None:
+        (directory / "tokenizer.json").write_text(tokenizer.tokenizer_json, encoding="utf-8")
+    if tokenizer.sentencepiece is not None:
+        (directory / "tokenizer.model").write_bytes(tokenizer.sentencepiece)
+    if tokenizer.chat_template is not None:
+        (directory / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8", newline="")
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.add_bos}
+    for key, token in (("bos_token", tokenizer.bos_token), ("eos_token", tokenizer.eos_token)):
+        if token is not None:
+            settings[key] = token
+    _write_json(directory / "tokenizer_config.json", settings)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

