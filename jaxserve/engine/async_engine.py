@@ -1,0 +1,331 @@
+"""The engine behind asyncio: one thread drives `EngineCore`, and coroutines read token events as streams.
+
+Owns the thread, the queue of commands into it, the streams out of it, draining and shutting down. Does not know text, HTTP
+or what a step does.
+
+Commands (add, abort) cross in a list under a condition variable, on which the thread sleeps while there is no work. Events
+cross once a step, all of its events in one callback on the loop. Everything but `_Worker` runs on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from typing import Protocol
+
+from jaxserve.engine.core import EngineStats
+from jaxserve.errors import EngineError, JaxserveError, NotReady
+from jaxserve.host.admission import Admission
+from jaxserve.request import FinishReason, Request, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+
+class Core(Protocol):
+    """What the thread drives: `engine.core.EngineCore`, or what stands for it."""
+
+    @property
+    def dead(self) -> bool: ...
+    @property
+    def last_error(self) -> Exception | None: ...
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> TokenEvent | None: ...
+    def step(self) -> list[TokenEvent]: ...
+    def stats(self) -> EngineStats: ...
+
+
+class TokenStream:
+    """Events of one or more requests, in the order in which they come. Made by `AsyncEngine.open`.
+
+    A slow reader costs bounded memory: what it has not read merges into one event per request. Close it, or use it as a
+    context manager: closing aborts what has not finished.
+    """
+
+    def __init__(self, request_ids: Iterable[str], abort: Callable[[list[str]], None]) -> None:
+        self._live = set(request_ids)
+        self._abort = abort
+        self._pending: dict[str, TokenEvent] = {}
+        self._error: JaxserveError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def read(self) -> list[TokenEvent]:
+        """The events since the last read, at most one per request; waits for one, and is empty once all have finished.
+
+        Raises:
+            EngineError: the engine failed under a request of this stream.
+            NotReady: the engine shut down before it finished.
+        """
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._live:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        events, self._pending = list(self._pending.values()), {}
+        return events
+
+    def close(self) -> None:
+        """Abort what has not finished. Safe to call again."""
+        live, self._live = self._live, set()
+        self._pending.clear()
+        if live:
+            self._abort(sorted(live))
+        self._wake()
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _put(self, event: TokenEvent) -> None:
+        before = self._pending.get(event.request_id)
+        self._pending[event.request_id] = event if before is None else _merge(before, event)
+        if event.finish_reason is not None:
+            self._live.discard(event.request_id)
+        self._wake()
+
+    def _fail(self, request_id: str, error: JaxserveError) -> None:
+        self._live.discard(request_id)
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _merge(first: TokenEvent, second: TokenEvent) -> TokenEvent:
+    return replace(second, tokens=first.tokens + second.tokens, logprobs=first.logprobs + second.logprobs)
+
+
+class AsyncEngine:
+    """Runs `core` in a thread of its own between `start` and `close`.
+
+    Args:
+        core: nobody else may call it after `start`.
+        admission: the queue in front of it; `open` admits, events are reported back.
+
+    Attributes:
+        failure: why the engine is dead, or None while it is not. A dead engine refuses everything.
+    """
+
+    def __init__(self, core: Core, admission: Admission) -> None:
+        self._worker = _Worker(core, self._deliver_threadsafe, self._end_threadsafe)
+        self._admission = admission
+        self._streams: dict[str, TokenStream] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ended = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self.failure: Exception | None = None
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters of the core after its last step."""
+        return self._worker.stats
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not finished."""
+        return len(self._streams)
+
+    def start(self) -> None:
+        """Start the thread; events go to the running loop, which alone may use this object from now on."""
+        assert self._loop is None, "started twice"
+        self._loop = asyncio.get_running_loop()
+        self._worker.start()
+
+    def open(self, *requests: Request) -> TokenStream:
+        """Admit all of `requests`, or none, and start them. Close the stream when done, or earlier to abort them.
+
+        Raises:
+            InvalidRequest, QueueFull: as `Admission.admit`.
+            NotReady: draining or closed.
+            EngineError: the engine is dead.
+        """
+        if self.failure is not None:
+            raise EngineError(f"the engine is dead: {self.failure!r}")
+        if self._closed or self._loop is None:
+            raise NotReady("the engine does not run")
+        self._admission.admit(*requests)
+        stream = TokenStream([request.request_id for request in requests], self._abort)
+        self._streams.update((request.request_id, stream) for request in requests)
+        self._idle.clear()
+        self._worker.send(add=requests)
+        return stream
+
+    async def generate(self, *requests: Request) -> AsyncIterator[TokenEvent]:
+        """Events of `requests` one by one; leaving the generator early (`aclose`, cancellation) aborts them.
+
+        Raises:
+            What `open` and `TokenStream.read` raise.
+        """
+        with self.open(*requests) as stream:
+            while events := await stream.read():
+                for event in events:
+                    yield event
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, wait up to `seconds` for those that run, and abort the rest, whose streams raise NotReady."""
+        self._admission.drain()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        if self._streams:
+            logger.warning("draining took longer than %g s: %d requests are aborted", seconds, len(self._streams))
+            self._abort_all()
+
+    async def close(self) -> None:
+        """Abort everything and end the thread. Safe to call again."""
+        self._closed = True
+        self._abort_all()
+        if self._loop is None:
+            return
+        self._worker.stop()
+        await self._ended.wait()
+        self._worker.join()
+
+    def _abort_all(self) -> None:
+        error = NotReady("the server shut down before the request was finished")
+        live = list(self._streams.items())
+        self._abort([request_id for request_id, _ in live])
+        for request_id, stream in live:
+            stream._fail(request_id, error)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._forget(request_id)
+        if self.failure is None:
+            self._worker.send(abort=request_ids)
+
+    def _forget(self, request_id: str) -> TokenStream | None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._admission.forget(request_id)
+            if not self._streams:
+                self._idle.set()
+        return stream
+
+    def _deliver_threadsafe(self, events: list[TokenEvent], refusals: list[tuple[str, JaxserveError]]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._deliver, events, refusals)
+
+    def _deliver(self, events: list[TokenEvent], refusals: list[tuple[str, JaxserveError]]) -> None:
+        self._admission.observe(events)
+        for event in events:
+            ended = event.finish_reason is not None
+            stream = self._forget(event.request_id) if ended else self._streams.get(event.request_id)
+            if stream is None:  # aborted while the event was under way
+                continue
+            if event.finish_reason is FinishReason.ERROR:
+                stream._fail(event.request_id, EngineError("the engine failed while it worked on this request"))
+            else:
+                stream._put(event)
+        for request_id, error in refusals:
+            if (stream := self._forget(request_id)) is not None:
+                stream._fail(request_id, error)
+
+    def _end_threadsafe(self, failure: Exception | None) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._end, failure)
+
+    def _end(self, failure: Exception | None) -> None:
+        self.failure = failure
+        for request_id in list(self._streams):
+            if (stream := self._forget(request_id)) is not None:
+                stream._fail(request_id, EngineError(f"the engine died: {failure!r}"))
+        self._ended.set()
+
+
+class _Worker:
+    """The thread and its inbox. `send` and `stop` may be called from any thread, the rest is the thread's own."""
+
+    def __init__(
+        self,
+        core: Core,
+        deliver: Callable[[list[TokenEvent], list[tuple[str, JaxserveError]]], None],
+        end: Callable[[Exception | None], None],
+    ) -> None:
+        self._core = core
+        self._deliver = deliver
+        self._end = end
+        self._changed = threading.Condition()
+        self._inbox: list[tuple[tuple[Request, ...], list[str]]] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self.stats = core.stats()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def send(self, *, add: tuple[Request, ...] = (), abort: list[str] | None = None) -> None:
+        with self._changed:
+            self._inbox.append((add, abort or []))
+            self._changed.notify()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        failure: Exception | None = None
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            logger.critical("the engine thread died", exc_info=error)
+            failure = error
+        except BaseException as error:
+            failure = EngineError(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            # The loop may be gone, if its owner did not close the engine; then there is nobody to tell.
+            with contextlib.suppress(RuntimeError):
+                self._end(failure)
+
+    def _turn(self) -> bool:
+        """Commands, then one step; whether to go on."""
+        core = self._core
+        with self._changed:
+            while not (self._inbox or self._stopping or core.has_work):
+                self._changed.wait()
+            inbox, self._inbox = self._inbox, []
+            stopping = self._stopping
+        refusals = self._apply(inbox)
+        if stopping and not core.has_work:
+            self.stats = core.stats()
+            return False
+        events = core.step() if core.has_work else []
+        self.stats = core.stats()
+        if events or refusals:
+            self._deliver(events, refusals)
+        if core.dead:
+            raise EngineError(f"it gave up after failing too often: {core.last_error!r}") from core.last_error
+        return True
+
+    def _apply(self, inbox: list[tuple[tuple[Request, ...], list[str]]]) -> list[tuple[str, JaxserveError]]:
+        refusals = []
+        for requests, aborted in inbox:
+            for request_id in aborted:
+                self._core.abort(request_id)
+            for request in requests:
+                try:
+                    self._core.add(request)
+                except JaxserveError as error:
+                    refusals.append((request.request_id, error))
+        return refusals

@@ -1,0 +1,87 @@
+"""One request's token events as text: what the caller of a completion sees.
+
+Owns the rule for what ends an output and what of it is shown: the stop token is not text, a stop string and all after it is
+cut, and a token's log probability comes with its text. Does not know wire formats or streams of requests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from jaxserve.engine.text import TextDelta, TextStream, Tokenizer
+from jaxserve.request import FinishReason, Request, TokenEvent, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token of the output with its log probabilities.
+
+    Attributes:
+        offset: characters of the output before it.
+    """
+
+    token_id: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one event added.
+
+    Attributes:
+        text: may be empty, while text is held back.
+        tokens: those whose text has come out, if the request asked for log probabilities.
+        finish_reason: set on the last delta. After a stop string the engine still has to be told to abort.
+    """
+
+    text: str
+    tokens: tuple[ShownToken, ...]
+    finish_reason: FinishReason | None
+
+
+class Output:
+    """Reads the events of one request.
+
+    Attributes:
+        num_tokens: output tokens so far, with the one that ended it, as usage counts them.
+        finish_reason: None while it goes on.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        params = request.params
+        self._stream = TextStream(tokenizer, params.stop, min_tokens=params.min_tokens)
+        self._wants_logprobs = params.logprobs is not None
+        self._unshown: deque[tuple[int, TokenLogprobs]] = deque()
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    def push(self, event: TokenEvent) -> OutputDelta:
+        """Read one event. After the end there is nothing more to read."""
+        if self.finish_reason is not None:
+            return OutputDelta("", (), self.finish_reason)
+        tokens = event.tokens
+        # The engine says STOP for one reason only: the last token is a stop token.
+        stop_token = event.finish_reason is FinishReason.STOP
+        if stop_token:
+            tokens = tokens[:-1]
+        if self._wants_logprobs:
+            self._unshown.extend(zip(tokens, event.logprobs[: len(tokens)], strict=True))
+        delta = self._stream.push(tokens)
+        text, shown = delta.text, self._show(delta)
+        if delta.stopped:
+            self.finish_reason = FinishReason.STOP
+        elif event.finish_reason is not None:
+            self.finish_reason = event.finish_reason
+            rest = self._stream.flush()
+            if rest.stopped:  # half a character became U+FFFD, which completed a stop string
+                self.finish_reason = FinishReason.STOP
+            text, shown = text + rest.text, shown + self._show(rest)
+        self.num_tokens = self._stream.num_tokens + (stop_token and not delta.stopped)
+        return OutputDelta(text, shown, self.finish_reason)
+
+    def _show(self, delta: TextDelta) -> tuple[ShownToken, ...]:
+        if not self._wants_logprobs:
+            return ()
+        return tuple(ShownToken(*self._unshown.popleft(), offset) for offset in delta.offsets)
