@@ -8,7 +8,8 @@
     |   |-- ModelNotFound      404
     |   |-- QueueFull          429: carries retry_after seconds
     |   `-- NotReady           503: still loading, or draining
-    `-- EngineError            the engine failed under a request that was fine; 500
+    |-- EngineError            the engine failed under a request that was fine; 500
+    `-- OutputError            results that cannot be written; those written before are kept
 
 Bad input raises from this tree; `assert` guards our own invariants.
 """
@@ -80,3 +81,7 @@ class NotReady(RequestError):
 
 class EngineError(JaxserveError):
     """The engine failed while serving a request that was fine."""
+
+
+class OutputError(JaxserveError):
+    """Results that cannot be written. The message names the file and says where those written before are."""

@@ -1,0 +1,143 @@
+"""Requests in, whole outputs with their text out: the plain loop around an engine, without threads.
+
+Owns the text of live requests. Knows neither files nor the API's schema.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.text import TextStream, Tokenizer
+from jaxserve.errors import EngineError
+from jaxserve.plan import RunnerLimits
+from jaxserve.request import FinishReason, Request, TokenEvent, TokenLogprobs
+
+
+class Engine(Protocol):
+    """What an offline run needs of a built engine; `launch.build_engine` makes one."""
+
+    @property
+    def core(self) -> EngineCore: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def limits(self) -> RunnerLimits: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The whole output of one request.
+
+    Attributes:
+        text: without special tokens, and up to the stop string if one ended it.
+        token_ids: what was sampled, the token that ended the output (stop token or end of a stop string) included.
+        finish_reason: stop, length, or error when the engine failed under the request.
+        logprobs: one entry a token if the request asked, else empty.
+        offsets: for each token, how many characters of `text` come before it.
+        num_prompt: prompt tokens.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...]
+    offsets: tuple[int, ...]
+    num_prompt: int
+
+
+class Generation:
+    """Drives an engine's core, which nobody else may call meanwhile.
+
+    Attributes:
+        num_output: output tokens so far, of all requests.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._core = engine.core
+        self._tokenizer = engine.tokenizer
+        self._live: dict[str, _Live] = {}
+        self.num_output = 0
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not finished."""
+        return len(self._live)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequest: it can never be served, or its id is live.
+            EngineError: the engine is dead.
+        """
+        self._core.add(request)
+        params = request.params
+        self._live[request.request_id] = _Live(TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens))
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """One step of the engine; the outputs that it completed, with their request ids.
+
+        Raises:
+            EngineError: the engine is dead, and with it every live request.
+        """
+        completed = []
+        for event in self._core.step():
+            self.num_output += len(event.tokens)
+            completion = self._take(event)
+            if completion is not None:
+                del self._live[event.request_id]
+                completed.append((event.request_id, completion))
+        if self._core.dead:
+            raise EngineError(f"the engine failed too often in a row and gave up: {self._core.last_error!r}")
+        return completed
+
+    def abort_all(self) -> None:
+        """End every live request; nothing is given out for them."""
+        for request_id in self._live:
+            self._core.abort(request_id)
+        self._live.clear()
+
+    def _take(self, event: TokenEvent) -> Completion | None:
+        live = self._live.get(event.request_id)
+        if live is None:  # a stop string ended it while its next token was under way
+            return None
+        stopped = live.push(event)
+        if stopped and event.finish_reason is None:
+            self._core.abort(event.request_id)
+        reason = FinishReason.STOP if stopped else event.finish_reason
+        return None if reason is None else live.complete(reason, event.num_prompt)
+
+
+@dataclass(slots=True)
+class _Live:
+    stream: TextStream
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+
+    def push(self, event: TokenEvent) -> bool:
+        """Take an event's tokens; whether a stop string was found."""
+        delta = self.stream.push(event.tokens)
+        self.pieces.append(delta.text)
+        self.offsets.extend(delta.offsets)
+        self.token_ids.extend(event.tokens)
+        self.logprobs.extend(event.logprobs)
+        return delta.stopped
+
+    def complete(self, reason: FinishReason, num_prompt: int) -> Completion:
+        delta = self.stream.flush()
+        num_tokens = self.stream.num_tokens
+        return Completion(
+            text="".join(self.pieces) + delta.text,
+            token_ids=tuple(self.token_ids[:num_tokens]),
+            finish_reason=FinishReason.STOP if delta.stopped else reason,
+            logprobs=tuple(self.logprobs[:num_tokens]),
+            offsets=(*self.offsets, *delta.offsets),
+            num_prompt=num_prompt,
+        )
