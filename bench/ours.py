@@ -8,12 +8,34 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from bench.workloads import Workload, prompts
+from jaxserve.config import ServeConfig
 from jaxserve.engine.core import EngineCore
 from jaxserve.request import FinishReason, Request, SamplingParams
 
 _request_ids = itertools.count()
+
+
+class Engine(Protocol):
+    """What the benchmarks need of an engine that `jaxserve.launch` built."""
+
+    @property
+    def core(self) -> EngineCore: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def kv_bytes(self) -> int: ...
+
+
+def build(config: ServeConfig) -> Engine:
+    """A warm engine. Imports JAX, so only whoever runs one pays for that."""
+    from jaxserve.launch import build_engine
+
+    return build_engine(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +51,10 @@ class Timing:
     seconds: float
     exposed_seconds: float
     num_steps: int
+
+    @property
+    def exposed_share(self) -> float:
+        return self.exposed_seconds / self.seconds
 
 
 def run_workload(core: EngineCore, workload: Workload, num_output: int) -> Timing:
@@ -57,3 +83,11 @@ def run_workload(core: EngineCore, workload: Workload, num_output: int) -> Timin
         exposed_seconds=after.exposed_host_seconds - before.exposed_host_seconds,
         num_steps=after.num_steps - before.num_steps,
     )
+
+
+def first_token(core: EngineCore, prompt: tuple[int, ...]) -> None:
+    """Generate one token."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    core.add(Request(request_id=f"bench-{next(_request_ids)}", prompt=prompt, params=params))
+    while core.has_work:
+        core.step()
