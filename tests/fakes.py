@@ -155,7 +155,7 @@ class FakeRunner:
         self.num_steps = 0
         self.last_plan: StepPlan | None = None
         self.max_pages_used = 0
-        self._forget()
+        self.forget()
 
     @property
     def limits(self) -> RunnerLimits:
@@ -167,7 +167,7 @@ class FakeRunner:
         self.num_steps += 1
         self.last_plan = plan
         if number in self._fail_on_submit:
-            self._forget()
+            self.forget()
             raise InjectedFailure(f"submit of step number {number}")
         self._check_plan(plan)
         for row in plan.rows:
@@ -183,10 +183,11 @@ class FakeRunner:
         error = None
         if number in self._fail_on_result:
             error = InjectedFailure(f"result of step number {number}")
-            self._forget()
+            self.forget()
         return FakeHandle(result, self._ready_at, error)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Lose all slots and pages, as a device does whose pool was lost in a failure."""
         self._slots: dict[int, _Slot] = {}
         self._pages: list[list[int | None]] = [[None] * self._limits.page_size for _ in range(self._limits.num_pages)]
 

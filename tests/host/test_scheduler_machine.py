@@ -1,0 +1,297 @@
+"""Random traffic against the scheduler, with a fake runner that refuses every wrong plan and an oracle for every output."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.host.scheduler import Scheduler
+from jaxserve.plan import PlanRow, RunnerLimits
+from jaxserve.request import FinishReason, Request, SamplingParams, Sequence, TokenEvent
+from tests.fakes import expected_output, fake_logprobs
+from tests.host.driver import Driver
+
+EOS_IDS = (0, 3)
+
+limits_strategy = st.builds(
+    lambda page_size, num_pages, max_seqs, spare, context_percent, vocab_size: RunnerLimits(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_seqs=max_seqs,
+        max_step_tokens=max_seqs + spare,
+        max_context=2 + num_pages * page_size * context_percent // 100,
+        vocab_size=vocab_size,
+    ),
+    page_size=st.sampled_from([1, 2, 3, 5]),
+    num_pages=st.sampled_from([12, 20, 8, 4, 1]),
+    max_seqs=st.sampled_from([4, 6, 3, 2, 1]),
+    spare=st.integers(0, 12),
+    context_percent=st.sampled_from([100, 60, 30, 120]),
+    vocab_size=st.sampled_from([1000, 30, 8]),
+)
+
+request_ids = st.integers(0, 9).map(str)
+
+# Lengths are in percent of the context, and sometimes too long; 0 is 1 token.
+percent_strategy = st.sampled_from([0, 5, 10, 20, 40, 60, 90, 110])
+
+params_strategy = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.none() | st.sampled_from([-(2**63), -1, 0, 5, 2**64 - 1]),
+    stop_token_ids=st.sampled_from([(), (), (5,), (1, 6)]),
+    ignore_eos=st.booleans(),
+    logprobs=st.sampled_from([None, None, 0, 2]),
+)
+
+
+@dataclass
+class Tracked:
+    """One accepted request, and what came of it."""
+
+    seq: Sequence
+    events: list[TokenEvent] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.events) and self.events[-1].finish_reason is not None
+
+
+def importance(seq: Sequence) -> tuple[int, int]:
+    return seq.request.priority, seq.seq_id
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any order of arrivals, aborts, plans, commits and device failures. Ids are few, so they are soon used again."""
+
+    @initialize(
+        limits=limits_strategy,
+        prefill_chunk=st.integers(1, 12),
+        max_in_flight=st.integers(1, 3),
+        eos_probability=st.sampled_from([0.0, 0.02, 0.2]),
+    )
+    def start(self, limits: RunnerLimits, prefill_chunk: int, max_in_flight: int, eos_probability: float) -> None:
+        self.prefill_chunk = prefill_chunk
+        self.max_in_flight = max_in_flight
+        self.driver = Driver(
+            limits, prefill_chunk=prefill_chunk, eos_token_ids=EOS_IDS, next_token=None, eos_probability=eos_probability
+        )
+        self.live: dict[str, Tracked] = {}
+        self.finished: list[Tracked] = []
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.driver.scheduler
+
+    @rule(
+        request_id=request_ids,
+        prompt_percent=percent_strategy,
+        output_percent=st.none() | percent_strategy,
+        min_percent=st.sampled_from([0, 0, 0, 50, 100]),
+        params=params_strategy,
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
+    )
+    def add(self, **arguments: Any) -> None:
+        self.add_request(**arguments)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_percent: int,
+        output_percent: int | None,
+        min_percent: int,
+        params: SamplingParams,
+        priority: int,
+    ) -> None:
+        limits = self.driver.limits
+        num_prompt = max(1, limits.max_context * prompt_percent // 100)
+        max_tokens = None if output_percent is None else max(1, limits.max_context * output_percent // 100)
+        params = dataclasses.replace(params, max_tokens=max_tokens, min_tokens=(max_tokens or 2) * min_percent // 100)
+        prompt = tuple((num_prompt + i * i) % 8 for i in range(num_prompt))
+        request = Request(request_id=request_id, prompt=prompt, params=params, priority=priority)
+        needed = num_prompt + max(max_tokens or 1, params.min_tokens)
+        fits = needed <= limits.max_context and needed - 1 <= limits.num_pages * limits.page_size
+        if fits and request_id not in self.live:
+            self.live[request_id] = Tracked(self.scheduler.add(request))
+        else:
+            with pytest.raises(InvalidRequest):
+                self.scheduler.add(request)
+
+    @rule(
+        count=st.integers(2, 6),
+        prompt_percent=st.sampled_from([5, 10, 20, 40]),
+        output_percent=st.sampled_from([60, 40, 20]),
+        params=params_strategy,
+    )
+    def add_several(self, count: int, prompt_percent: int, output_percent: int, params: SamplingParams) -> None:
+        """Alike, and long enough to fill the pool together."""
+        for request_id in [str(i) for i in range(10) if str(i) not in self.live][:count]:
+            self.add_request(request_id, prompt_percent, output_percent, 0, params, 0)
+
+    @rule(request_id=request_ids)
+    def abort(self, request_id: str) -> None:
+        event = self.scheduler.abort(request_id)
+        assert (event is not None) == (request_id in self.live)
+        if event is not None:
+            assert event.finish_reason is FinishReason.ABORT
+            self.take([event])
+
+    @rule(steps=st.integers(1, 12))
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self.advance()
+
+    @precondition(lambda self: len(self.driver.in_flight) < self.max_in_flight)
+    @rule()
+    def plan(self) -> None:
+        self.plan_checked()
+
+    def advance(self) -> None:
+        """Plan while the device has room, then commit: what an engine does."""
+        planned = len(self.driver.in_flight) < self.max_in_flight and self.plan_checked()
+        if self.driver.in_flight and (len(self.driver.in_flight) == self.max_in_flight or not planned):
+            self.commit()
+
+    def plan_checked(self) -> bool:
+        """Plan and submit; whether there was something to plan."""
+        running_before = [t.seq for t in self.live.values() if t.seq.slot is not None]
+        decoding = [s for s in running_before if s.num_tokens - s.planned == 1 and s.num_output + s.in_flight < s.max_output]
+        preempted_before = {t.seq.seq_id: t.seq.num_preemptions for t in self.live.values()}
+        pages_before = {seq.seq_id: len(seq.pages) for seq in running_before}
+        rows = list(self.driver.plan().values())
+
+        seqs = {t.seq.seq_id: t.seq for t in self.live.values()}
+        running = [seq for seq in seqs.values() if seq.slot is not None]
+        waiting = [seq for seq in seqs.values() if seq.slot is None]
+        victims = [seq for seq in seqs.values() if seq.num_preemptions > preempted_before[seq.seq_id]]
+        self.check_rows(rows, seqs)
+        if victims:
+            self.check_victims(victims, running, pages_before)
+        fresh = [seqs[row.seq_id] for row in rows if row.fresh]
+        assert not (fresh and victims), "a sequence was admitted in a step that preempts"
+        if fresh and waiting:
+            assert max(map(importance, fresh)) < min(map(importance, waiting)), "one that waits was overtaken"
+        planned = {row.seq_id for row in rows}
+        assert all(seq.seq_id in planned or seq in victims for seq in decoding), "a running decode got no row"
+        if not rows and not self.driver.in_flight:
+            assert not self.live, "nothing is in flight and nothing was planned, yet requests live: they are stuck"
+        return bool(rows)
+
+    def check_rows(self, rows: list[PlanRow], seqs: dict[int, Sequence]) -> None:
+        size = self.driver.limits.page_size
+        for row in rows:
+            assert row.count <= self.prefill_chunk
+            assert len(row.pages) == -(-(row.start + row.count) // size), "not as many pages as the row needs"
+            assert row.seq_id in seqs, "a finished sequence was planned"
+            assert row.fresh == (row.start == 0)
+
+    def check_victims(self, victims: list[Sequence], running: list[Sequence], pages_before: dict[int, int]) -> None:
+        if running:
+            assert max(map(importance, running)) < min(map(importance, victims)), "a less important one kept its pages"
+        # Had the last victim kept its pages, the requester (another, or the victim itself) would have lacked some.
+        freed_last = pages_before[min(victims, key=importance).seq_id]
+        most_wanted = self.prefill_chunk // self.driver.limits.page_size + 2
+        assert self.scheduler.num_free_pages - freed_last < most_wanted, "more were preempted than needed"
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def commit(self) -> None:
+        self.take(self.driver.commit())
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule(chance=st.integers(0, 9))
+    def fail(self, chance: int) -> None:
+        if chance:
+            return
+        in_flight = {row.seq_id for plan, _ in self.driver.in_flight for row in plan.rows}
+        self.driver.in_flight.clear()
+        self.driver.runner.forget()
+        expected = {i for i, tracked in self.live.items() if tracked.seq.seq_id in in_flight}
+        events = self.scheduler.fail_in_flight()
+        assert {event.request_id for event in events} == expected
+        assert all(event.finish_reason is FinishReason.ERROR for event in events)
+        self.take(events)
+        assert self.scheduler.num_free_pages == self.driver.limits.num_pages
+
+    def take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            tracked = self.live[event.request_id]
+            tracked.events.append(event)
+            if event.finish_reason is not None:
+                self.finished.append(self.live.pop(event.request_id))
+            check_events(tracked, self.driver)
+
+    @invariant()
+    def holds_together(self) -> None:
+        if hasattr(self, "live"):
+            self.scheduler.check_integrity()
+            assert self.scheduler.num_live == len(self.live)
+            assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+
+    def teardown(self) -> None:
+        """Arrivals stop: everything finishes, soon, and everything comes back.
+
+        The most important running sequence gets a row in every plan and is preempted only when a more important one
+        was admitted. After that it waits behind every more important one, so this happens to it once at most: the
+        plans that are needed are at most twice the positions of all sequences, and one for each that waits for a
+        commit.
+        """
+        if not hasattr(self, "live"):
+            return
+        plans = 2 * sum(t.seq.max_positions for t in self.live.values()) + len(self.live) + self.max_in_flight
+        for _ in range(plans):
+            if not self.live:
+                break
+            self.advance()
+        assert not self.live, f"still live: {[t.seq for t in self.live.values()]}"
+        while self.driver.in_flight:
+            assert self.driver.commit() == []
+        assert self.scheduler.num_free_pages == self.driver.limits.num_pages
+        for tracked in self.finished:
+            check_finished(tracked, self.driver)
+
+
+def oracle(tracked: Tracked, driver: Driver) -> tuple[tuple[int, ...], FinishReason]:
+    request = tracked.seq.request
+    params = dataclasses.replace(request.params, seed=tracked.seq.seed)
+    return expected_output(
+        dataclasses.replace(request, params=params), driver.limits, next_token=driver.runner.next_token, eos_token_ids=EOS_IDS
+    )
+
+
+def check_events(tracked: Tracked, driver: Driver) -> None:
+    """What the newest event says agrees with those before it and with what was asked."""
+    event = tracked.events[-1]
+    num_logprobs = tracked.seq.request.params.logprobs
+    assert event.num_prompt == len(tracked.seq.request.prompt)
+    assert event.num_output == sum(len(e.tokens) for e in tracked.events)
+    expected = () if num_logprobs is None else tuple(all_logprobs(event, num_logprobs, driver.limits.vocab_size))
+    assert event.logprobs == expected
+    assert all(earlier.finish_reason is None for earlier in tracked.events[:-1])
+
+
+def all_logprobs(event: TokenEvent, top: int, vocab_size: int) -> Iterator[object]:
+    return (fake_logprobs(token, top, vocab_size) for token in event.tokens)
+
+
+def check_finished(tracked: Tracked, driver: Driver) -> None:
+    output = tuple(token for event in tracked.events for token in event.tokens)
+    expected, reason = oracle(tracked, driver)
+    found = tracked.events[-1].finish_reason
+    if found in (FinishReason.ABORT, FinishReason.ERROR):
+        assert output == expected[: len(output)]
+        assert len(output) < len(expected), "it had finished already"
+    else:
+        assert (output, found) == (expected, reason)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(stateful_step_count=100)
