@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import ml_dtypes
 import numpy as np
 
 GGUF_MAGIC = b"GGUF"
@@ -20,6 +21,15 @@ GGUF_MAGIC = b"GGUF"
 
 class CheckpointError(Exception):
     """A checkpoint that cannot be found, read or written. The message names the file and says what to do."""
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Whether `dtype` holds floating-point numbers, those that NumPy itself does not know included."""
+    try:
+        ml_dtypes.finfo(dtype)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
-from checkpoints.checkpoint import Checkpoint, CheckpointError, TensorInfo, open_checkpoint
+from checkpoints.checkpoint import Checkpoint, CheckpointError, TensorInfo, is_floating, open_checkpoint
 from checkpoints.safetensors import DEFAULT_SHARD_BYTES, write_safetensors
 
 Format = Literal["safetensors", "orbax"]
@@ -82,9 +82,7 @@ def _check_target(source: Path, target: Path, replace: bool) -> None:
 
 
 def _cast_info(info: TensorInfo, dtype: str | None) -> TensorInfo:
-    # NumPy does not count bfloat16 and its like as floating.
-    floating = np.issubdtype(info.dtype, np.floating) or info.dtype in (ml_dtypes.bfloat16,)
-    return TensorInfo(info.shape, DTYPES[dtype]) if dtype is not None and floating else info
+    return TensorInfo(info.shape, DTYPES[dtype]) if dtype is not None and is_floating(info.dtype) else info
 
 
 def _config(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
@@ -92,7 +90,7 @@ def _config(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
         return dict(config)
     # Transformers before version 5 wrote the dtype under the first of these.
     present = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
-    return dict(config) | {key: dtype for key in present}
+    return dict(config) | dict.fromkeys(present, dtype)
 
 
 def _reader(
@@ -140,25 +138,28 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
-    with tqdm(desc=f"converting {options.source.name}", unit="B", unit_scale=True, file=sys.stderr) as bar:
+    bar: tqdm | None = None
 
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or tqdm(desc=f"converting {options.source.name}", total=total, unit="B", unit_scale=True, file=sys.stderr)
+        bar.update(done - bar.n)
 
-        try:
-            convert(
-                options.source,
-                options.target,
-                form=options.form,
-                dtype=DTYPE_NAMES[options.dtype] if options.dtype else None,
-                replace=options.force,
-                progress=progress,
-            )
-        except CheckpointError as error:
+    try:
+        convert(
+            options.source,
+            options.target,
+            form=options.form,
+            dtype=DTYPE_NAMES[options.dtype] if options.dtype else None,
+            replace=options.force,
+            progress=progress,
+        )
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if bar is not None:
             bar.close()
-            print(f"error: {error}", file=sys.stderr)
-            return 1
     return 0
 
 

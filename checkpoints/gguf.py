@@ -57,11 +57,11 @@ class GgufCheckpoint(CheckpointBase):
         try:
             self._stored = header.tensors
             self._names = known_names(header.tensors)
-            self._permute = architecture_of(header.metadata, path).interleaved
+            self._permute = architecture_of(header.metadata).interleaved
             shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
-            config = config_from_metadata(header.metadata, shapes, path, self._rope_factors)
+            config = config_from_metadata(header.metadata, shapes, self._rope_factors)
             tensors = {name: _info(header.tensors[stored]) for name, stored in self._names.items()}
-            super().__init__(path, config, tokenizer_from_metadata(header.metadata, path), tensors)
+            super().__init__(path, config, tokenizer_from_metadata(header.metadata), tensors)
             self._heads = layer_head_counts(config)
             self._check_permuted_rows()
         except BaseException:

@@ -5,7 +5,6 @@ Owns one `Architecture` row for each `general.architecture` that it knows. Knows
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from checkpoints.checkpoint import CheckpointError
+from checkpoints.gguf_metadata import GgufMetadata
 
 ROPE_FACTORS = "rope_freqs.weight"
 # What every published model with Llama 3's rotary scaling uses; GGUF stores only the factors that come of it.
@@ -50,11 +50,11 @@ class Architecture:
 ARCHITECTURES = {"llama": Architecture("LlamaForCausalLM", "llama", interleaved=True)}
 
 
-def architecture_of(metadata: Mapping[str, Any], path: Path) -> Architecture:
+def architecture_of(metadata: GgufMetadata) -> Architecture:
     """The row for the file's `general.architecture`."""
-    name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise CheckpointError(f"{path}: general.architecture is {name!r}; supported: {', '.join(sorted(ARCHITECTURES))}")
+    name = metadata.text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise metadata.error("general.architecture", f"one of those supported: {', '.join(sorted(ARCHITECTURES))}")
     return ARCHITECTURES[name]
 
 
@@ -73,10 +73,7 @@ def rows_from_interleaved(num_rows: int, num_heads: int) -> np.ndarray:
 
 
 def config_from_metadata(
-    metadata: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    path: Path,
-    rope_factors: Callable[[], np.ndarray],
+    metadata: GgufMetadata, shapes: Mapping[str, tuple[int, ...]], rope_factors: Callable[[], np.ndarray]
 ) -> dict[str, Any]:
     """A dictionary shaped like `config.json`.
 
@@ -87,99 +84,77 @@ def config_from_metadata(
     Raises:
         CheckpointError: a key is missing or has a wrong value, or asks for what is not supported.
     """
-    architecture = architecture_of(metadata, path)
-    keys = _Keys(metadata, metadata["general.architecture"], path)
-    if metadata.get(f"{keys.prefix}.expert_count"):
-        raise CheckpointError(f"{path}: mixture-of-experts GGUF files are not supported")
-    num_heads = keys.integer("attention.head_count")
-    num_kv_heads = keys.integer("attention.head_count_kv", num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(f"{path}: {num_heads} heads do not divide into {num_kv_heads} key-value heads")
-    hidden_size = keys.integer("embedding_length")
-    head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
-    for name, found in (
-        ("rope.dimension_count", keys.integer("rope.dimension_count", head_dim)),
-        ("attention.value_length", keys.integer("attention.value_length", head_dim)),
-    ):
-        if found != head_dim:
-            raise CheckpointError(
-                f"{path}: {keys.prefix}.{name} is {found}; only the head dimension ({head_dim}) is supported"
-            )
-    rope_theta = keys.number("rope.freq_base", 10_000.0)
-    config: dict[str, Any] = {
+    architecture = architecture_of(metadata)
+    prefix = metadata.text("general.architecture")
+    num_heads, num_kv_heads, head_dim = _heads(metadata, f"{prefix}.")
+    rope_theta = metadata.positive(f"{prefix}.rope.freq_base", 10_000.0)
+    vocab_size = _vocab_size(metadata, shapes)
+    if ROPE_FACTORS in shapes:
+        rope_scaling = _llama3_scaling(rope_factors(), rope_theta, head_dim, metadata.path)
+    else:
+        rope_scaling = _rope_scaling(metadata, f"{prefix}.rope.scaling")
+    return {
         "architectures": [architecture.hf_architecture],
         "model_type": architecture.model_type,
-        "hidden_size": hidden_size,
-        "intermediate_size": keys.integer("feed_forward_length"),
-        "num_hidden_layers": keys.integer("block_count"),
+        "hidden_size": metadata.count(f"{prefix}.embedding_length"),
+        "intermediate_size": metadata.count(f"{prefix}.feed_forward_length"),
+        "num_hidden_layers": metadata.count(f"{prefix}.block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": keys.integer("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.count(f"{prefix}.context_length"),
+        "rms_norm_eps": metadata.positive(f"{prefix}.attention.layer_norm_rms_epsilon"),
         "rope_theta": rope_theta,
-        "rope_scaling": None,
-        "vocab_size": _vocab_size(shapes, path),
+        "rope_scaling": rope_scaling,
+        "vocab_size": vocab_size,
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_up.bias" in shapes,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _eos_token_ids(metadata),
+        "bos_token_id": metadata.index("tokenizer.ggml.bos_token_id", vocab_size),
+        "eos_token_id": _eos_token_ids(metadata, vocab_size),
     }
-    if ROPE_FACTORS in shapes:
-        config["rope_scaling"] = _llama3_scaling(rope_factors(), rope_theta, head_dim, path)
-    elif scaling := _rope_scaling(keys):
-        config["rope_scaling"] = scaling
-    return config
 
 
-class _Keys:
-    """Metadata of one architecture, by the part of the key after its name."""
-
-    def __init__(self, metadata: Mapping[str, Any], prefix: str, path: Path) -> None:
-        self.metadata, self.prefix, self.path = metadata, prefix, path
-
-    def get(self, name: str, default: Any) -> Any:
-        value = self.metadata.get(f"{self.prefix}.{name}", default)
-        if value is None:
-            raise CheckpointError(f"{self.path}: {self.prefix}.{name} is missing")
-        return value
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"{self.path}: {self.prefix}.{name} must be a positive integer, found {value!r}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-            raise CheckpointError(f"{self.path}: {self.prefix}.{name} must be a positive number, found {value!r}")
-        # Stored as float32; seven digits bring back the decimal that was meant (1e-05, not 9.999999747378752e-06).
-        return float(f"{value:.7g}")
+def _heads(metadata: GgufMetadata, prefix: str) -> tuple[int, int, int]:
+    """Query heads, key-value heads and head size."""
+    if f"{prefix}expert_count" in metadata:
+        raise CheckpointError(f"{metadata.path}: mixture-of-experts GGUF files are not supported")
+    num_heads = metadata.count(f"{prefix}attention.head_count")
+    num_kv_heads = metadata.count(f"{prefix}attention.head_count_kv", num_heads)
+    if num_heads % num_kv_heads:
+        raise metadata.error(f"{prefix}attention.head_count_kv", f"a divisor of the {num_heads} heads")
+    hidden_size = metadata.count(f"{prefix}embedding_length")
+    head_dim = metadata.count(f"{prefix}attention.key_length", max(1, hidden_size // num_heads))
+    for key in (f"{prefix}rope.dimension_count", f"{prefix}attention.value_length"):
+        if metadata.count(key, head_dim) != head_dim:
+            raise metadata.error(key, f"the head size ({head_dim}), which alone is supported")
+    return num_heads, num_kv_heads, head_dim
 
 
-def _vocab_size(shapes: Mapping[str, tuple[int, ...]], path: Path) -> int:
+def _vocab_size(metadata: GgufMetadata, shapes: Mapping[str, tuple[int, ...]]) -> int:
     shape = shapes.get("token_embd.weight", ())
     if len(shape) != 2:
-        raise CheckpointError(f"{path}: token_embd.weight must have two dimensions, found {shape or 'no such tensor'}")
+        raise CheckpointError(
+            f"{metadata.path}: token_embd.weight must have two dimensions, found {shape or 'no such tensor'}"
+        )
     return shape[0]
 
 
-def _eos_token_ids(metadata: Mapping[str, Any]) -> int | list[int] | None:
+def _eos_token_ids(metadata: GgufMetadata, vocab_size: int) -> int | list[int] | None:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ids = list(dict.fromkeys(metadata[key] for key in keys if key in metadata))
+    found = dict.fromkeys(metadata.index(key, vocab_size) for key in keys)
+    ids = [token_id for token_id in found if token_id is not None]
     return ids if len(ids) > 1 else ids[0] if ids else None
 
 
-def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
-    kind = keys.get("rope.scaling.type", "none")
-    if kind == "none":
+def _rope_scaling(metadata: GgufMetadata, prefix: str) -> dict[str, Any] | None:
+    kind = metadata.text(f"{prefix}.type")
+    if kind in (None, "none"):
         return None
     if kind != "linear":
-        raise CheckpointError(f"{keys.path}: {keys.prefix}.rope.scaling.type is {kind!r}; supported: none, linear")
-    factor = keys.number("rope.scaling.factor")
+        raise metadata.error(f"{prefix}.type", "'none' or 'linear', which alone are supported")
+    factor = metadata.positive(f"{prefix}.factor")
     return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 

@@ -20,6 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from checkpoints.checkpoint import GGUF_MAGIC, CheckpointError
 from checkpoints.files import naming
+from checkpoints.gguf_metadata import GgufMetadata
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -62,9 +63,9 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by key (numeric arrays are NumPy arrays, string arrays are lists) and tensors by stored name."""
+    """Metadata and tensors by stored name."""
 
-    metadata: dict[str, Any]
+    metadata: GgufMetadata
     tensors: dict[str, GgufTensor]
 
 
@@ -113,7 +114,7 @@ class _Parser:
             raise self.error(f"general.alignment must be a power of two, found {alignment!r}")
         entries = [self.tensor_entry() for _ in range(num_tensors)]
         start = -(-self.at // alignment) * alignment
-        return GgufHeader(metadata, self.place(entries, start, alignment))
+        return GgufHeader(GgufMetadata(self.path, metadata), self.place(entries, start, alignment))
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message} (at byte {self.at} of {self.size})")

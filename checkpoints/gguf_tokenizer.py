@@ -7,14 +7,13 @@ text only: no tokenizer library is imported.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from checkpoints.checkpoint import CheckpointError, TokenizerFiles
+from checkpoints.checkpoint import TokenizerFiles
+from checkpoints.gguf_metadata import GgufMetadata
 
 # Values of tokenizer.ggml.token_type.
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 
 def _byte_level(*, split: bool) -> dict[str, Any]:
@@ -58,55 +57,40 @@ IGNORE_MERGES = {"llama-bpe", "llama3", "llama-v3"}
 ADD_BOS = IGNORE_MERGES
 
 
-def tokenizer_from_metadata(metadata: Mapping[str, Any], path: Path) -> TokenizerFiles | None:
+def tokenizer_from_metadata(metadata: GgufMetadata) -> TokenizerFiles | None:
     """Tokenizer files from GGUF metadata; None if the file has no tokenizer.
 
     Raises:
         CheckpointError: a kind of tokenizer that is not supported, or metadata that contradicts itself.
     """
-    if "tokenizer.ggml.model" not in metadata:
+    model = metadata.text("tokenizer.ggml.model")
+    if model is None:
         return None
-    model = metadata["tokenizer.ggml.model"]
     if model != "gpt2":
-        raise CheckpointError(f"{path}: tokenizer.ggml.model is {model!r}; supported: 'gpt2' (byte-level BPE)")
+        raise metadata.error("tokenizer.ggml.model", "'gpt2' (byte-level BPE), which alone is supported")
     # Files from before the key existed meant GPT-2's pre-tokeniser, which is wrong for most models made since.
-    pre = metadata.get("tokenizer.ggml.pre", "missing")
+    pre = metadata.text("tokenizer.ggml.pre")
     if pre not in PRE_TOKENIZERS:
-        raise CheckpointError(f"{path}: tokenizer.ggml.pre is {pre!r}; supported: {', '.join(sorted(PRE_TOKENIZERS))}")
-    tokens = _strings(metadata, "tokenizer.ggml.tokens", path)
-    bos = token_text(metadata, "tokenizer.ggml.bos_token_id", tokens, path)
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", pre in ADD_BOS)) and bos is not None
-    template = metadata.get("tokenizer.chat_template")
+        raise metadata.error("tokenizer.ggml.pre", f"one of those supported: {', '.join(sorted(PRE_TOKENIZERS))}")
+    tokens = metadata.strings("tokenizer.ggml.tokens")
+    bos = _token_text(metadata, "tokenizer.ggml.bos_token_id", tokens)
+    add_bos = metadata.flag("tokenizer.ggml.add_bos_token")
     return TokenizerFiles(
-        tokenizer_json=json.dumps(_tokenizer_json(metadata, pre, tokens, path), ensure_ascii=False),
-        chat_template=template if isinstance(template, str) else None,
+        tokenizer_json=json.dumps(_tokenizer_json(metadata, pre, tokens), ensure_ascii=False),
+        chat_template=metadata.text("tokenizer.chat_template"),
         bos_token=bos,
-        eos_token=token_text(metadata, "tokenizer.ggml.eos_token_id", tokens, path),
-        add_bos=add_bos,
+        eos_token=_token_text(metadata, "tokenizer.ggml.eos_token_id", tokens),
+        add_bos=bos is not None and (pre in ADD_BOS if add_bos is None else add_bos),
     )
 
 
-def token_text(metadata: Mapping[str, Any], key: str, tokens: list[str], path: Path) -> str | None:
-    """The text of the token whose id is under `key`; None if there is no such key."""
-    token_id = metadata.get(key)
-    if token_id is None:
-        return None
-    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
-        raise CheckpointError(f"{path}: {key} must be a token id below {len(tokens)}, found {token_id!r}")
-    return tokens[token_id]
+def _token_text(metadata: GgufMetadata, key: str, tokens: list[str]) -> str | None:
+    token_id = metadata.index(key, len(tokens))
+    return None if token_id is None else tokens[token_id]
 
 
-def _strings(metadata: Mapping[str, Any], key: str, path: Path) -> list[str]:
-    values = metadata.get(key)
-    if not isinstance(values, list):
-        raise CheckpointError(f"{path}: {key} must be a list of strings, found {'nothing' if values is None else values!r}")
-    return values
-
-
-def _tokenizer_json(metadata: Mapping[str, Any], pre: str, tokens: list[str], path: Path) -> dict[str, Any]:
-    kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [1] * len(tokens)
-    if len(kinds) != len(tokens):
-        raise CheckpointError(f"{path}: {len(tokens)} tokens but {len(kinds)} entries in tokenizer.ggml.token_type")
+def _tokenizer_json(metadata: GgufMetadata, pre: str, tokens: list[str]) -> dict[str, Any]:
+    kinds = _token_kinds(metadata, len(tokens))
     added = [
         {
             "id": token_id,
@@ -141,6 +125,11 @@ def _tokenizer_json(metadata: Mapping[str, Any], pre: str, tokens: list[str], pa
             "byte_fallback": False,
             "ignore_merges": pre in IGNORE_MERGES,
             "vocab": vocabulary,
-            "merges": _strings(metadata, "tokenizer.ggml.merges", path),
+            "merges": metadata.strings("tokenizer.ggml.merges"),
         },
     }
+
+
+def _token_kinds(metadata: GgufMetadata, length: int) -> list[int]:
+    kinds = metadata.numbers("tokenizer.ggml.token_type", length)
+    return [NORMAL] * length if kinds is None else kinds.tolist()

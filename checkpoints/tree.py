@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from checkpoints.checkpoint import Checkpoint, CheckpointError, TensorInfo, is_floating
 from checkpoints.files import ALIGNMENT, aligned_empty
 
 NUM_THREADS = 2
@@ -133,12 +133,8 @@ def _problem(leaf: _Leaf, position: int, found: TensorInfo | None) -> Iterator[s
         yield f"missing: {where}: expected {expected}, found nothing"
     elif shape is not None and found.shape != tuple(shape):
         yield f"mis-shaped: {where}: expected {expected}, found {found}"
-    elif source.transform is None and _is_floating(found.dtype) != _is_floating(leaf.target.dtype):
+    elif source.transform is None and is_floating(found.dtype) != is_floating(np.dtype(leaf.target.dtype)):
         yield f"of another kind: {where}: expected {np.dtype(leaf.target.dtype).name}, found {found}"
-
-
-def _is_floating(dtype: Any) -> bool:
-    return jax.numpy.issubdtype(dtype, jax.numpy.floating)
 
 
 def _nbytes(target: jax.ShapeDtypeStruct) -> int:

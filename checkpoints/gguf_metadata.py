@@ -1,0 +1,88 @@
+"""GGUF metadata, read by key with the type that is expected.
+
+Owns the errors for keys that are missing or of the wrong type. Knows no particular key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints.checkpoint import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class GgufMetadata:
+    """Metadata of the file `path`. Every getter returns None if the key is not there and a type was not demanded.
+
+    Attributes:
+        values: numbers, strings and booleans; lists of strings; numeric arrays as NumPy arrays.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def error(self, key: str, expected: str) -> CheckpointError:
+        """An error that says what `key` should be and what it is."""
+        if key not in self.values:
+            return CheckpointError(f"{self.path}: {key} is missing; expected {expected}")
+        shown = repr(self.values[key])
+        return CheckpointError(f"{self.path}: {key} must be {expected}, found {shown[:80]}{'...' * (len(shown) > 80)}")
+
+    def text(self, key: str) -> str | None:
+        """A string."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.error(key, "a string")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """A boolean."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(key, "a boolean")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer; demanded if there is no default."""
+        value = self.values.get(key, default)
+        if type(value) is not int or value < 1:
+            raise self.error(key, "a positive integer")
+        return value
+
+    def index(self, key: str, length: int) -> int | None:
+        """An index into something of `length` entries."""
+        value = self.values.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value < length):
+            raise self.error(key, f"an integer from 0 to {length - 1}")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A positive number; demanded if there is no default."""
+        value = self.values.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            raise self.error(key, "a positive number")
+        # Stored as float32; seven digits bring back the decimal that was meant (1e-05, not 9.999999747378752e-06).
+        return float(f"{value:.7g}")
+
+    def strings(self, key: str) -> list[str]:
+        """A list of strings; demanded."""
+        value = self.values.get(key)
+        if not isinstance(value, list):
+            raise self.error(key, "a list of strings")
+        return value
+
+    def numbers(self, key: str, length: int) -> np.ndarray | None:
+        """An array of `length` numbers."""
+        value = self.values.get(key)
+        if value is not None and not (isinstance(value, np.ndarray) and len(value) == length):
+            raise self.error(key, f"an array of {length} numbers")
+        return value
