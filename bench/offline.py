@@ -200,8 +200,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=COMMAND",
-        help="another engine: a command that prints lines as ours are; {workload} in it becomes the workload's letter, else it is "
-        "run once a round for all of them; may be given again",
+        help="another engine: a command that prints lines as ours are; {workload} in it becomes the workload's letter, else "
+        "it is run once a round for all of them; may be given again",
     )
     run.add_argument("--peer-timeout", type=float, default=900, metavar="SECONDS", help="for one command; default: 900")
     run.add_argument(
