@@ -96,11 +96,13 @@ class Generation:
             raise EngineError(f"the engine failed too often in a row and gave up: {self._core.last_error!r}")
         return completed
 
-    def abort_all(self) -> None:
-        """End every live request; nothing is given out for them."""
+    def close(self) -> None:
+        """End every live request, of which nothing is given out, and leave the core idle."""
         for request_id in self._live:
             self._core.abort(request_id)
         self._live.clear()
+        while self._core.has_work and not self._core.dead:
+            self._core.step()
 
     def _take(self, event: TokenEvent) -> Completion | None:
         live = self._live.get(event.request_id)

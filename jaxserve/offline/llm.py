@@ -111,7 +111,7 @@ class LLM:
             while generation.num_live:
                 done |= generation.step()
         finally:
-            generation.abort_all()
+            generation.close()
         return [_checked(done[str(index)], index) for index in range(len(prompts))]
 
 

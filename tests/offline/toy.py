@@ -1,0 +1,69 @@
+"""A toy engine: the real core and scheduler over `FakeRunner`, with a tiny byte-level tokenizer that chats. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.text import Tokenizer
+from jaxserve.host.scheduler import Scheduler
+from jaxserve.plan import RunnerLimits
+from jaxserve.request import Request
+from tests.engine.tiny_tokenizers import byte_level
+from tests.fakes import FakeRunner
+
+EOS_TOKEN_ID = 7
+
+
+class CountingCore(EngineCore):
+    """Notes every request that it is given."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.added: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self.added.append(request)
+
+
+@dataclass
+class ToyEngine:
+    """Satisfies `jaxserve.offline.generation.Engine`."""
+
+    core: CountingCore
+    tokenizer: Tokenizer
+    runner: FakeRunner
+    limits: RunnerLimits
+    model_name: str = "toy"
+    num_closed: int = field(default=0)
+
+    @property
+    def added(self) -> list[Request]:
+        return self.core.added
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def toy_engine(
+    *,
+    step_seconds: float = 0.0,
+    max_seqs: int = 4,
+    chat_template: bool = True,
+    fail_on_submit: Collection[int] = (),
+) -> ToyEngine:
+    tokenizer = byte_level() if chat_template else byte_level(None)
+    limits = RunnerLimits(
+        num_pages=64, page_size=4, max_seqs=max_seqs, max_step_tokens=32, max_context=128, vocab_size=tokenizer.vocab_size
+    )
+    runner = FakeRunner(
+        limits,
+        eos_token_id=EOS_TOKEN_ID,
+        eos_probability=0.03,
+        step_seconds=step_seconds,
+        fail_on_submit=fail_on_submit,
+    )
+    scheduler = Scheduler(limits, prefill_chunk=8, eos_token_ids=(EOS_TOKEN_ID,))
+    return ToyEngine(CountingCore(scheduler, runner, overlap=True), tokenizer, runner, limits)
