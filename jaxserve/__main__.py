@@ -28,13 +28,15 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 2 where a flag, file or model is at fault."""
+    """Run one command; the exit code is 2 where a flag, file or model is at fault, 130 after Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
     except JaxserveError as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
