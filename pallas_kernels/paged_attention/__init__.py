@@ -1,0 +1,50 @@
+"""Ragged causal attention of a step's tokens over a paged KV pool.
+
+Owns the signature and the choice of implementation; the definition is `reference.py`.
+
+A step holds rows, one per sequence. Row `s` owns the tokens `[row_offsets[s], row_offsets[s + 1])`, the newest of its
+`lengths[s]` tokens, whose K and V are already in the pool; a row of length 0 is padding, and so are its tokens. A prefill
+chunk and a decode are rows with another count. Each of the first `num_single` rows owns one token, row `s` token `s`: a
+static promise that lets an implementation treat decodes apart from chunks without looking.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import reference, xla
+
+Impl = Literal["reference", "xla"]
+
+_IMPLS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+
+
+def paged_attention(
+    queries: Float[Array, "T N D"],
+    pages: Float[Array, "P K B 2*D"],
+    block_table: Int[Array, "S W"],
+    row_offsets: Int[Array, "S+1"],
+    lengths: Int[Array, " S"],
+    *,
+    scale: float,
+    num_single: int,
+    impl: Impl,
+) -> Float[Array, "T N D"]:
+    """Attend each token to its sequence's positions up to and including its own.
+
+    Args:
+        queries: rotated queries; query head `n` reads KV head `n // (N // K)`.
+        pages: one layer's pool, K in the first `D` of the last axis and V in the rest.
+        block_table: page ids of each row in position order; entries past `ceil(length / B)` are ignored.
+        row_offsets: non-decreasing; `s` for the rows `s <= num_single`. Tokens at or past the last offset are padding.
+        lengths: tokens of the sequence, this step's included, so at least the row's token count; 0 for padding rows.
+        scale: multiplies the scores.
+        num_single: leading rows that own one token each.
+        impl: "reference" is the definition, "xla" the fast path where there is no Pallas kernel.
+
+    Returns:
+        Attention outputs in the dtype of `queries`. Outputs of padding tokens are finite and otherwise unspecified.
+    """
+    return _IMPLS[impl](queries, pages, block_table, row_offsets, lengths, scale=scale, num_single=num_single)

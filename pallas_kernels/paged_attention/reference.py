@@ -1,0 +1,44 @@
+"""The definition of `paged_attention`: gather every page, mask, softmax. Obvious, not fast."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def paged_attention(
+    queries: Float[Array, "T N D"],
+    pages: Float[Array, "P K B 2*D"],
+    block_table: Int[Array, "S W"],
+    row_offsets: Int[Array, "S+1"],
+    lengths: Int[Array, " S"],
+    *,
+    scale: float,
+    num_single: int,
+) -> Float[Array, "T N D"]:
+    """See `pallas_kernels.paged_attention.paged_attention`. Padding tokens give zeros."""
+    del num_single
+    num_tokens, num_heads, head_dim = queries.shape
+    _, num_kv_heads, page_size, _ = pages.shape
+    num_rows, width = block_table.shape
+
+    token = jnp.arange(num_tokens)
+    row = jnp.sum(token[:, None] >= row_offsets[None, 1:], axis=1)  # [T]
+    in_row = row < num_rows
+    row = jnp.minimum(row, num_rows - 1)
+    real = in_row & (lengths[row] > 0)
+    # The row's last token sits at position length - 1.
+    position = lengths[row] - (row_offsets[row + 1] - token)
+
+    kv = pages[block_table].astype(jnp.float32)  # [S, W, K, B, 2D]
+    kv = kv.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, width * page_size, 2 * head_dim)[row]
+    grouped = queries.astype(jnp.float32).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = scale * jnp.einsum("tkgd,tkcd->tkgc", grouped, kv[..., :head_dim], precision="highest")
+    visible = jnp.arange(width * page_size)[None, :] <= position[:, None]  # [T, W*B]
+    scores = jnp.where(visible[:, None, None, :], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1)  # NaN for padding tokens, which see nothing; dropped below
+    values = jnp.where(visible[:, None, :, None], kv[..., head_dim:], 0.0)
+    out = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision="highest")
+    out = jnp.where(real[:, None, None, None], out, 0.0)
+    return out.reshape(num_tokens, num_heads, head_dim).astype(queries.dtype)
