@@ -1,0 +1,179 @@
+"""The `tokenizer.json` made of GGUF metadata: ids against llama.cpp's own, and the splits of each pre-tokeniser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from checkpoints.checkpoint import CheckpointError, open_checkpoint
+from checkpoints.gguf_header import read_header
+from checkpoints.gguf_metadata import GgufMetadata
+from checkpoints.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_metadata
+
+# Text and ids that llama.cpp gives for the demo model (llama-cpp-python 0.3.36, `tokenize(..., add_bos=False, special=True)`).
+DEMO_IDS = [
+    ("", []),
+    ("Hello world", [19556, 905]),
+    (" leading space, trailing ", [2899, 1898, 28, 35079, 216]),
+    (
+        "In 2024, 12345.678 people",
+        [788, 216, 34, 32, 34, 36, 28, 216, 33, 34, 35, 36, 37, 30, 38, 39, 40, 701],
+    ),
+    ("I'll don't WE'VE", [57, 3060, 1326, 982, 26587, 23, 18525]),
+    ("tabs\t\tand\n\n\nlines  \n", [100, 7366, 197, 197, 397, 1116, 198, 5110, 32057]),
+    (
+        "naïve café – 你好，世界 👩\u200d👩\u200d👧",
+        [3546, 46494, 37366, 816, 216, 18645, 250, 48392, 138, 12831, 7906, 240, 178, 239, 230, 15107, 235, 119, 321, 231]
+        + [10813, 235, 119, 321, 231, 10813, 235, 117],
+    ),
+    (
+        "def f(x):\n    return x**2  # ½ Ⅻ",
+        [1604, 275, 24, 104, 727, 472, 1003, 1792, 828, 34, 216, 907, 216, 16738, 216, 173, 223, 121],
+    ),
+    ("<|im_start|>user\nHi<|im_end|>\n", [1, 4093, 198, 26843, 2, 198]),
+]
+
+
+@pytest.fixture(scope="module")
+def demo(demo_model_path: Path) -> Tokenizer:
+    with open_checkpoint(demo_model_path) as checkpoint:
+        assert checkpoint.tokenizer is not None
+        assert checkpoint.tokenizer.tokenizer_json is not None
+        return Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
+
+
+@pytest.mark.parametrize(("text", "ids"), DEMO_IDS, ids=range(len(DEMO_IDS)))
+def test_the_demo_model_gets_llama_cpp_ids(demo: Tokenizer, text: str, ids: list[int]) -> None:
+    assert demo.encode(text, add_special_tokens=False).ids == ids
+    assert demo.decode(ids, skip_special_tokens=False) == text
+
+
+# The published vocabulary has no token for these bytes (rare controls, and what UTF-8 never uses); they are dropped.
+MISSING_BYTES = {4, 6, 19, 20, 22, 29, 192, 193, 241, 242, *range(245, 256)}
+
+
+@given(st.text())
+def test_the_demo_tokenizer_gives_any_text_back(demo: Tokenizer, text: str) -> None:
+    assume(MISSING_BYTES.isdisjoint(text.encode()))
+    ids = demo.encode(text, add_special_tokens=False).ids
+    assert demo.decode(ids, skip_special_tokens=False) == text
+
+
+def test_gpt2_gets_llama_cpp_ids_on_its_test_vectors(shared: Path) -> None:
+    path = shared / "data" / "tokenizer-vectors" / "ggml-vocab-gpt-2.gguf"
+    files = tokenizer_from_metadata(read_header(path).metadata)
+    assert files is not None
+    assert files.tokenizer_json is not None
+    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    texts = path.with_suffix(".gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    lines = path.with_suffix(".gguf.out").read_text().split("\n")
+    assert len(texts) == len(lines) > 40
+    for text, line in zip(texts, lines, strict=True):
+        assert tokenizer.encode(text).ids == [int(token_id) for token_id in line.split()], text
+
+
+def metadata(**changes: Any) -> GgufMetadata:
+    values: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": ["<s>", "a", "b", "ab", "[PAD4]", "<tool>"],
+        "token_type": np.array([3, 1, 1, 1, 5, 4]),
+        "merges": ["a b"],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    } | changes
+    return GgufMetadata(Path("m.gguf"), {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None})
+
+
+def built(**changes: Any) -> Tokenizer:
+    files = tokenizer_from_metadata(metadata(**changes))
+    assert files is not None
+    assert files.tokenizer_json is not None
+    return Tokenizer.from_str(files.tokenizer_json)
+
+
+# What the published tokenizers of GPT-2, SmolLM, Llama 3 and Qwen 2 make of a text that tells them apart.
+MIXED = "I'LL pay 12345 for it's\n\n  x²!!\n½"
+SPLITS = {
+    "gpt-2": ["I", "'", "LL", " pay", " 12345", " for", " it", "'s", "\n\n ", " x", "²", "!!", "\n", "½"],
+    "smollm": "I|'|LL| pay| |1|2|3|4|5| for| it|'s|\n\n | x|²|!!|\n|½".split("|"),
+    "llama-bpe": ["I", "'LL", " pay", " ", "123", "45", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½"],
+    "qwen2": ["I", "'LL", " pay", " ", *"12345", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½"],
+}
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_each_pre_tokeniser_splits_as_its_model_does(pre: str) -> None:
+    pieces = built(pre=pre).pre_tokenizer.pre_tokenize_str(MIXED)
+    assert [MIXED[start:end] for _, (start, end) in pieces] == SPLITS[pre]
+
+
+def test_aliases_share_a_pre_tokeniser() -> None:
+    same = [("gpt-2", "phi-2"), ("llama-bpe", "llama3"), ("llama-bpe", "llama-v3"), ("smollm", "starcoder")]
+    assert all(PRE_TOKENIZERS[a] is PRE_TOKENIZERS[b] for a, b in same)
+
+
+def test_only_models_made_from_tiktoken_ranks_take_a_whole_token_without_merges() -> None:
+    assert built(merges=[]).encode("ab").ids == [1, 2]
+    assert built(merges=[], pre="llama-bpe").encode("ab").ids == [3]
+
+
+def test_qwen_normalises_and_llama_does_not() -> None:
+    def normaliser(pre: str) -> Any:
+        return json.loads(built(pre=pre).to_str())["normalizer"]
+
+    assert normaliser("qwen2") == {"type": "NFC"}
+    assert normaliser("llama-bpe") is None
+
+
+def test_control_tokens_are_special_user_defined_are_not_and_unused_do_not_exist() -> None:
+    tokenizer = built()
+    assert tokenizer.encode("<s>ab<tool>").ids == [0, 3, 5]
+    assert tokenizer.decode([0, 3, 5]) == "ab<tool>"
+    assert tokenizer.token_to_id("[PAD4]") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, False),
+        ({"add_bos_token": True}, True),
+        ({"pre": "llama-bpe"}, True),
+        ({"pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"add_bos_token": True, "bos_token_id": None}, False),
+    ],
+)
+def test_add_bos_follows_the_flag_else_the_pre_tokeniser(changes: dict[str, Any], expected: bool) -> None:
+    files = tokenizer_from_metadata(metadata(**changes))
+    assert files is not None
+    assert files.add_bos is expected
+
+
+def test_a_file_without_tokenizer_has_none() -> None:
+    assert tokenizer_from_metadata(metadata(model=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "bert"}, r"tokenizer\.ggml\.model must be .*'gpt2'.* found 'bert'"),
+        ({"pre": "tekken"}, r"tokenizer\.ggml\.pre must be one of those supported: .*smollm.* found 'tekken'"),
+        ({"pre": None}, r"tokenizer\.ggml\.pre is missing"),
+        ({"tokens": 3}, r"tokenizer\.ggml\.tokens must be a list of strings, found 3"),
+        ({"merges": None}, r"tokenizer\.ggml\.merges is missing"),
+        ({"token_type": np.array([1])}, r"tokenizer\.ggml\.token_type must be an array of 6 numbers"),
+        ({"token_type": 1}, r"tokenizer\.ggml\.token_type must be an array of 6 numbers"),
+        ({"bos_token_id": 6}, r"tokenizer\.ggml\.bos_token_id must be an integer from 0 to 5, found 6"),
+        ({"add_bos_token": "yes"}, r"tokenizer\.ggml\.add_bos_token must be a boolean"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=r"m\.gguf: " + message):
+        tokenizer_from_metadata(metadata(**changes))
