@@ -114,6 +114,7 @@ class HttpConfig:
         max_queue_requests: requests that may wait; more are answered 429.
         max_queue_tokens: prompt tokens that may wait; more are answered 429.
         drain_seconds: how long running requests may go on after SIGTERM.
+        stall_seconds: how long a client may read nothing of a stream before it is dropped.
     """
 
     host: str = "127.0.0.1"
@@ -123,6 +124,7 @@ class HttpConfig:
     max_queue_tokens: int = 1_000_000
     max_body_bytes: int = 16 * 1024 * 1024
     drain_seconds: float = 30.0
+    stall_seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
