@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
@@ -96,22 +97,20 @@ class _Slot:
 
 
 class FakeHandle:
-    """A step that ends `step_seconds` after the one before it, as on a device with one queue."""
+    """A step that is ready at the time `ready_at` (`time.monotonic`); `finish` gives its result then, or raises."""
 
-    def __init__(self, result: StepResult, ready_at: float, error: Exception | None) -> None:
-        self._result: StepResult | None = result
+    def __init__(self, finish: Callable[[], StepResult], ready_at: float) -> None:
+        self._finish: Callable[[], StepResult] | None = finish
         self._ready_at = ready_at
-        self._error = error
 
     def result(self) -> StepResult:
-        _require(self._result is not None, "result() was called twice on one step")
-        result, self._result = self._result, None
-        assert result is not None
+        if self._finish is None:
+            raise PlanViolation("result() was called twice on one step")
+        finish, self._finish = self._finish, None
         started = time.monotonic()
         if self._ready_at > started:
             time.sleep(self._ready_at - started)
-        if self._error is not None:
-            raise self._error
+        result = finish()
         waited = time.monotonic() - started
         return StepResult(result.step_id, result.tokens, result.logprobs, StepStats(result.stats.submit_seconds, waited))
 
@@ -124,7 +123,8 @@ class FakeRunner:
             `eos_probability`.
         step_seconds: how long a step takes; steps queue up behind each other and `submit` returns at once.
         fail_on_submit, fail_on_result: numbers (from 0, in order of submission) of steps whose `submit` or `result`
-            raises `InjectedFailure`. The runner then forgets all slots and pages, as if the pool were lost.
+            raises `InjectedFailure`. All slots and pages are lost with it. Steps submitted between the failure of a
+            result and its reading fail too, as on a device whose buffers are gone.
 
     Attributes:
         num_steps: plans submitted.
@@ -150,6 +150,7 @@ class FakeRunner:
         self._step_seconds = step_seconds
         self._fail_on_submit = frozenset(fail_on_submit)
         self._fail_on_result = frozenset(fail_on_result)
+        self._failure: InjectedFailure | None = None
         self._ready_at = 0.0
         self._last_step_id = -1
         self.num_steps = 0
@@ -169,26 +170,29 @@ class FakeRunner:
         if number in self._fail_on_submit:
             self.forget()
             raise InjectedFailure(f"submit of step number {number}")
-        self._check_plan(plan)
+        self._ready_at = max(self._ready_at, time.monotonic()) + self._step_seconds
+        if self._failure is None:
+            self._check_plan(plan)
+            if number in self._fail_on_result:
+                self._failure = InjectedFailure(f"result of step number {number}")
+        if self._failure is not None:
+            return FakeHandle(partial(self._raise, self._failure), self._ready_at)
         for row in plan.rows:
             self._write_row(row)
         samples = [self._sample(row) for row in plan.rows]
-        result = StepResult(
-            plan.step_id,
-            tuple(tokens for tokens, _ in samples),
-            tuple(logprobs for _, logprobs in samples),
-            StepStats(0.0, 0.0),
-        )
-        self._ready_at = max(self._ready_at, time.monotonic()) + self._step_seconds
-        error = None
-        if number in self._fail_on_result:
-            error = InjectedFailure(f"result of step number {number}")
+        tokens, logprobs = zip(*samples, strict=True)
+        result = StepResult(plan.step_id, tokens, logprobs, StepStats(0.0, 0.0))
+        return FakeHandle(lambda: result, self._ready_at)
+
+    def _raise(self, failure: InjectedFailure) -> StepResult:
+        if self._failure is failure:
             self.forget()
-        return FakeHandle(result, self._ready_at, error)
+        raise failure
 
     def forget(self) -> None:
         """Lose all slots and pages, as a device does whose pool was lost in a failure."""
         self._slots: dict[int, _Slot] = {}
+        self._failure = None
         self._pages: list[list[int | None]] = [[None] * self._limits.page_size for _ in range(self._limits.num_pages)]
 
     def _check_plan(self, plan: StepPlan) -> None:
