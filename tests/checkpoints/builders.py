@@ -19,7 +19,7 @@ HEAD_DIM = HIDDEN // HEADS
 BYTES = [chr(b) for b in range(33, 127)] + ["Ġ", "Ċ", "é"]
 TOKENS = ["<s>", "</s>", *BYTES, "he", "ll", "hell", "hello"]
 MERGES = ["h e", "l l", "he ll", "hell o"]
-TEMPLATE = "{% for m in messages %}{{ m.content }} – ✓\n{% endfor %}"
+TEMPLATE = "{% for m in messages %}{{ m.content }} é ✓\n{% endfor %}"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
