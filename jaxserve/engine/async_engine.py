@@ -74,6 +74,13 @@ class TokenStream:
         events, self._pending = list(self._pending.values()), {}
         return events
 
+    def abort(self, request_id: str) -> None:
+        """Abort one request, if it has not finished; no event of it comes any more."""
+        if request_id in self._live:
+            self._live.discard(request_id)
+            self._pending.pop(request_id, None)
+            self._abort([request_id])
+
     def close(self) -> None:
         """Abort what has not finished. Safe to call again."""
         live, self._live = self._live, set()

@@ -1,7 +1,8 @@
 """One request's token events as text: what the caller of a completion sees.
 
 Owns the rule for what ends an output and what of it is shown: the stop token is not text, a stop string and all after it is
-cut, and a token's log probability comes with its text. Does not know wire formats or streams of requests.
+cut, half a character at the length limit is left out, and a token's log probability comes with its text. Does not know wire
+formats or streams of requests.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Output:
             self.finish_reason = FinishReason.STOP
         elif event.finish_reason is not None:
             self.finish_reason = event.finish_reason
-            rest = self._stream.flush()
+            rest = self._stream.cut() if event.finish_reason is FinishReason.LENGTH else self._stream.flush()
             if rest.stopped:  # half a character became U+FFFD, which completed a stop string
                 self.finish_reason = FinishReason.STOP
             text, shown = text + rest.text, shown + self._show(rest)

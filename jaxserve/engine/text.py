@@ -249,6 +249,17 @@ class TextStream:
         """The output has ended: give out what was held back. Half a character becomes U+FFFD."""
         if not self._stopped:
             self._read(self._decoder.decode(b"", final=True))
+        return self._release_all()
+
+    def cut(self) -> TextDelta:
+        """The output was cut short: as `flush`, but half a character is left out, since its other half would have come.
+
+        So the text of fewer tokens is the beginning of the text of more.
+        """
+        self._decoder.reset()
+        return self._release_all()
+
+    def _release_all(self) -> TextDelta:
         delta = self._release(0)
         rest = tuple(self._starts)
         self._starts.clear()

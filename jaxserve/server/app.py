@@ -1,0 +1,172 @@
+"""The server's lifetime: it listens before the model is there, serves, drains and stops.
+
+Owns the application, the thread that loads, signals and the order of shutting down. Does not know routes or models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
+
+from jaxserve.config import HttpConfig
+from jaxserve.server.handlers import ROUTES, SERVICE, errors_as_json
+from jaxserve.server.service import ServerParts, Service
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 5.0
+"""How long handlers may take to write what they have, after the engine has drained."""
+
+
+def build_app(loading: Awaitable[ServerParts], config: HttpConfig) -> web.Application:
+    """An application that answers `/health` at once and serves the model when `loading` is done.
+
+    The engine runs from then until the application is cleaned up.
+    """
+    app = web.Application(middlewares=[errors_as_json], client_max_size=config.max_body_bytes)
+    service = Service(config)
+    app[SERVICE] = service
+
+    async def lifetime(_: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(service.load(loading, now=time.time))
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await service.close()
+
+    app.cleanup_ctx.append(lifetime)
+    app.add_routes(ROUTES)
+    return app
+
+
+class Server:
+    """An application on a TCP port. `start`, then `drain` and `stop`."""
+
+    def __init__(self, app: web.Application, config: HttpConfig) -> None:
+        self._service = app[SERVICE]
+        # A client that leaves cancels its handler, which closes its stream, which aborts its requests.
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=LAST_WORDS_SECONDS, access_log=None)
+        self._config = config
+
+    async def start(self) -> str:
+        """Listen; the address as a URL."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._config.host, self._config.port).start()
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        host, port = self._runner.addresses[0][:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        logger.info("listening on %s", url)
+        return url
+
+    async def drain(self) -> None:
+        """Refuse new requests with 503 and let running ones finish, for at most `drain_seconds`."""
+        await self._service.drain()
+
+    async def stop(self) -> None:
+        """Abort what still runs, so that its handlers can say so; then stop listening."""
+        await self._service.close()
+        await self._runner.cleanup()
+
+
+def serve(build: Callable[[], ServerParts], config: HttpConfig) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; the exit code. A second signal cuts draining short.
+
+    Args:
+        build: loads and warms the model; called in a thread of its own while the port is open already.
+
+    Raises:
+        Whatever `build` raises, after the server has stopped.
+        OSError: the port cannot be opened.
+    """
+    return asyncio.run(_serve(build, config))
+
+
+async def _serve(build: Callable[[], ServerParts], config: HttpConfig) -> int:
+    signals = _Signals()
+    loading = _call_in_thread(build)
+    server = Server(build_app(asyncio.shield(loading), config), config)
+    try:
+        await server.start()
+        await _first_of(signals.first.wait(), _failure_of(loading))
+        if not signals.first.is_set():
+            loading.result()  # raises
+        logger.info("draining for at most %g s", config.drain_seconds)
+        await _first_of(server.drain(), signals.second.wait())
+    finally:
+        await server.stop()
+        signals.restore()
+    return 0
+
+
+class _Signals:
+    """SIGTERM and SIGINT as events."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._receive, number)
+
+    def _receive(self, number: signal.Signals) -> None:
+        logger.info("received %s", number.name)
+        (self.second if self.first.is_set() else self.first).set()
+
+    def restore(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+
+
+def _call_in_thread(build: Callable[[], ServerParts]) -> asyncio.Future[ServerParts]:
+    """Call `build` in a daemon thread, which does not keep a process alive that was told to stop while loading."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ServerParts] = loop.create_future()
+
+    def settle(set_it: Callable[[], None]) -> None:
+        if not future.done():
+            set_it()
+
+    def run() -> None:
+        try:
+            parts = build()
+        except BaseException as error:  # whatever it is, it is the caller's
+            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            outcome: Callable[[], None] = lambda: future.set_exception(failure)  # noqa: E731
+        else:
+            outcome = lambda: future.set_result(parts)  # noqa: E731
+        try:
+            loop.call_soon_threadsafe(settle, outcome)
+        except RuntimeError:
+            logger.info("loading ended after the server had stopped")
+
+    threading.Thread(target=run, name="jaxserve-load", daemon=True).start()
+    return future
+
+
+async def _failure_of(loading: asyncio.Future[ServerParts]) -> None:
+    """Wait until `loading` fails; for ever if it does not."""
+    await asyncio.wait([loading])
+    if loading.exception() is None:
+        await asyncio.get_running_loop().create_future()
+
+
+async def _first_of(*awaitables: Awaitable[object]) -> None:
+    """Wait for the first to end, cancel the others, and raise what it raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

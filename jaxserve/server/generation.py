@@ -1,0 +1,47 @@
+"""One call's choices while the engine works on them.
+
+Owns the step from token events to what each choice shows, and which choices still go on. Does not know how that is written.
+"""
+
+from __future__ import annotations
+
+from jaxserve.engine.async_engine import TokenStream
+from jaxserve.engine.output import Output, OutputDelta
+from jaxserve.engine.text import Tokenizer
+from jaxserve.server.metrics import Metrics, TokenClock
+from jaxserve.server.openai import Call
+
+
+class Generation:
+    """Reads a call's stream as deltas of its choices."""
+
+    def __init__(self, call: Call, stream: TokenStream, tokenizer: Tokenizer, clock: TokenClock, metrics: Metrics) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._metrics = metrics
+        self._outputs = [Output(request, tokenizer) for request in call.requests]
+        self._index_of = {request.request_id: index for index, request in enumerate(call.requests)}
+
+    async def read(self) -> list[tuple[int, OutputDelta]]:
+        """What has come since the last read, as (choice index, delta); empty once every choice has ended.
+
+        Raises:
+            EngineError, NotReady: as `TokenStream.read`.
+        """
+        events = await self._stream.read()
+        self._clock.observe(events)
+        deltas = []
+        for event in events:
+            index = self._index_of[event.request_id]
+            delta = self._outputs[index].push(event)
+            if delta.finish_reason is not None:
+                # A stop string ends the output, of which the engine knows nothing.
+                self._stream.abort(event.request_id)
+                self._metrics.finished.labels(delta.finish_reason.value).inc()
+            deltas.append((index, delta))
+        return deltas
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens of all choices so far."""
+        return sum(output.num_tokens for output in self._outputs)

@@ -1,0 +1,131 @@
+"""Figures for Prometheus, in a registry of their own.
+
+Owns names, buckets and what is counted per request. What the engine and its queue count is read from them when a scrape
+comes. Knows neither HTTP nor text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxserve.engine.core import EngineStats
+from jaxserve.host.admission import Admission
+from jaxserve.request import TokenEvent
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """Counters of one server. `observe_engine` adds the engine's once there is one."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "jaxserve_requests",
+            "HTTP requests for completions, by how they ended: ok, refused (4xx), busy (429, 503), error (5xx or in the "
+            "stream), disconnected (the client left), stalled (it stopped reading).",
+            ["endpoint", "outcome"],
+            registry=self._registry,
+        )
+        self.finished = Counter(
+            "jaxserve_choices", "Choices that ended, by finish reason.", ["reason"], registry=self._registry
+        )
+        self.prompt_tokens = self._counter("jaxserve_prompt_tokens", "Prompt tokens of admitted requests.")
+        self.output_tokens = self._counter("jaxserve_output_tokens", "Output tokens handed to requests.")
+        self.first_token = self._histogram(
+            "jaxserve_time_to_first_token_seconds", "From the request's arrival to its first token.", FIRST_TOKEN_BUCKETS
+        )
+        self.inter_token = self._histogram(
+            "jaxserve_inter_token_seconds", "Between output tokens of one sequence.", INTER_TOKEN_BUCKETS
+        )
+        self.request_seconds = self._histogram(
+            "jaxserve_request_seconds", "From a request's arrival to the end of its answer.", REQUEST_BUCKETS
+        )
+
+    def _counter(self, name: str, what: str) -> Counter:
+        return Counter(name, what, registry=self._registry)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, what, buckets=buckets, registry=self._registry)
+
+    def observe_engine(self, stats: Callable[[], EngineStats], admission: Admission, num_compiles: Callable[[], int]) -> None:
+        """Export what these give at the time of each scrape."""
+        self._registry.register(_EngineCollector(stats, admission, num_compiles))
+
+    def export(self) -> bytes:
+        """All figures in Prometheus' text format, which `CONTENT_TYPE` names."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, stats: Callable[[], EngineStats], admission: Admission, num_compiles: Callable[[], int]) -> None:
+        self._stats = stats
+        self._admission = admission
+        self._num_compiles = num_compiles
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        gauges: dict[str, tuple[str, float]] = {
+            "queued_requests": ("Requests that wait for their first token.", self._admission.queued_requests),
+            "queued_tokens": ("Prompt tokens of those.", self._admission.queued_tokens),
+            "running_sequences": ("Sequences that hold a slot.", stats.running),
+            "waiting_sequences": ("Sequences that wait for a slot, new or preempted.", stats.waiting),
+            "free_pages": ("Free pages of the KV pool.", stats.free_pages),
+            "total_pages": ("Pages of the KV pool.", stats.total_pages),
+        }
+        counters: dict[str, tuple[str, float]] = {
+            "steps": ("Steps of the engine.", stats.num_steps),
+            "computed_tokens": ("Positions computed, recomputed ones included.", stats.num_tokens),
+            "preemptions": ("Times that a sequence lost its pages.", stats.num_preemptions),
+            "step_failures": ("Steps that failed.", stats.num_failures),
+            "exposed_host_seconds": ("Host time in which the device had nothing to do.", stats.exposed_host_seconds),
+            "device_wait_seconds": ("Time spent waiting for the device.", stats.wait_seconds),
+            "compiles": ("Programs compiled; after readiness this must not grow.", self._num_compiles()),
+        }
+        for name, (what, value) in gauges.items():
+            yield GaugeMetricFamily(f"jaxserve_{name}", what, value=value)
+        for name, (what, value) in counters.items():
+            yield CounterMetricFamily(f"jaxserve_{name}", what, value=value)
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing, which lets it be registered without being collected."""
+        return iter(())
+
+
+class TokenClock:
+    """Times the tokens of one HTTP request from its arrival."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._arrived = time.monotonic()
+        self._last: dict[str, float] = {}
+
+    def observe(self, events: Iterable[TokenEvent]) -> None:
+        """Take note of tokens that have just come."""
+        now = time.monotonic()
+        metrics = self._metrics
+        for event in events:
+            num_tokens = len(event.tokens)
+            if not num_tokens:
+                continue
+            metrics.output_tokens.inc(num_tokens)
+            last = self._last.get(event.request_id)
+            self._last[event.request_id] = now
+            if last is None:
+                metrics.first_token.observe(now - self._arrived)
+                continue
+            for _ in range(num_tokens):  # tokens that came together share the time since the last
+                metrics.inter_token.observe((now - last) / num_tokens)
+
+    def finish(self) -> None:
+        """Take note that the answer is complete."""
+        self._metrics.request_seconds.observe(time.monotonic() - self._arrived)

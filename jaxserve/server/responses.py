@@ -1,0 +1,230 @@
+"""What goes back over the wire: whole answers, stream chunks, log probabilities, usage and errors, as the OpenAI API has them.
+
+Pure. Owns the two shapes (completions and chat completions) and nothing else. A chunk of text is the hot path, once per
+token and stream: all of it but the text is encoded once per choice, and chunks are ASCII, since some clients split lines at
+characters (U+2028, U+0085) that JSON need not escape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxserve.engine.output import OutputDelta, ShownToken
+from jaxserve.engine.text import Tokenizer
+from jaxserve.errors import JaxserveError, QueueFull, RequestError
+from jaxserve.request import FinishReason
+
+DONE = b"data: [DONE]\n\n"
+
+MIN_LOGPROB = -9999.0
+"""OpenAI's stand-in for a probability of zero, whose logarithm JSON cannot spell."""
+
+_dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_quote: Callable[[str], str] = json.encoder.encode_basestring_ascii
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return f"data: {_dumps(value)}\n\n".encode()
+
+
+class Shape:
+    """What differs between the two endpoints. Subclasses are stateless but for the tokenizer."""
+
+    whole_object: str
+    chunk_object: str
+    _chunk_before: str  # between the choice's index and its text
+    _chunk_after: str  # between the text and logprobs
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def opening(self) -> dict[str, Any] | None:
+        """The part of a choice that a stream begins with, if any."""
+        raise NotImplementedError
+
+    def ending(self) -> dict[str, Any]:
+        """The part of a choice that a stream ends with, beside its finish reason."""
+        raise NotImplementedError
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The part of a choice that holds its whole text."""
+        raise NotImplementedError
+
+    def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        """Log probabilities of `tokens`."""
+        raise NotImplementedError
+
+    def chunk_around_text(self, index: int) -> tuple[str, str]:
+        """What comes before and after the text in a choice of a chunk, up to the value of `logprobs`."""
+        return f'{{"index":{index},{self._chunk_before}', f'{self._chunk_after},"logprobs":'
+
+    def token_text(self, token_id: int) -> str:
+        """The token's text; where its bytes are not whole characters, those bytes, as OpenAI spells them."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class CompletionShape(Shape):
+    """`/v1/completions`."""
+
+    whole_object = chunk_object = "text_completion"
+    _chunk_before = '"text":'
+    _chunk_after = ""
+
+    def opening(self) -> None:
+        return None
+
+    def ending(self) -> dict[str, Any]:
+        return {"text": ""}
+
+    def message(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        """Lists by token. The chosen token is always among `top_logprobs`; of tokens spelled alike the likeliest is."""
+        return {
+            "tokens": [self.token_text(token.token_id) for token in tokens],
+            "token_logprobs": [_number(token.logprobs.logprob) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def _top(self, token: ShownToken) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.logprob)):
+            top.setdefault(self.token_text(token_id), _number(logprob))
+        return top
+
+
+class ChatShape(Shape):
+    """`/v1/chat/completions`."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    _chunk_before = '"delta":{"content":'
+    _chunk_after = "}"
+
+    def opening(self) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": "", "refusal": None}}
+
+    def ending(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def message(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        """A list of tokens, each with its alternatives and its own bytes."""
+        content = [
+            self._entry(token.token_id, token.logprobs.logprob)
+            | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in token.logprobs.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": self.token_text(token_id), "logprob": _number(logprob), "bytes": list(data)}
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)
+
+
+def usage(num_prompt: int, num_output: int) -> dict[str, int]:
+    """Token counts of a whole answer."""
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
+
+def whole(
+    shape: Shape,
+    *,
+    call_id: str,
+    created: int,
+    model: str,
+    choices: Sequence[tuple[str, Sequence[ShownToken] | None, FinishReason]],
+    num_prompt: int,
+    num_output: int,
+) -> dict[str, Any]:
+    """An answer that is not streamed. `choices` are (text, tokens if log probabilities were asked for, why it ended)."""
+    return {
+        "id": call_id,
+        "object": shape.whole_object,
+        "created": created,
+        "model": model,
+        "choices": [
+            {"index": index}
+            | shape.message(text)
+            | {"logprobs": None if tokens is None else shape.logprobs(tokens), "finish_reason": reason.value}
+            for index, (text, tokens, reason) in enumerate(choices)
+        ],
+        "usage": usage(num_prompt, num_output),
+    }
+
+
+class ChunkWriter:
+    """Encodes the chunks of one stream."""
+
+    def __init__(self, shape: Shape, *, call_id: str, created: int, model: str, num_choices: int, include_usage: bool) -> None:
+        self._shape = shape
+        head = {"id": call_id, "object": shape.chunk_object, "created": created, "model": model}
+        self._head = f'data: {_dumps(head)[:-1]},"choices":['
+        self._usage_null = ',"usage":null' if include_usage else ""
+        around = [shape.chunk_around_text(index) for index in range(num_choices)]
+        self._before = [self._head + before for before, _ in around]
+        self._after = around[0][1]
+        self._no_logprobs = f'{self._after}null,"finish_reason":null}}]{self._usage_null}}}\n\n'
+
+    def opening(self, index: int) -> bytes:
+        """The chunk that choice `index` begins with; none for completions."""
+        part = self._shape.opening()
+        return b"" if part is None else self._choice({"index": index, **part, "logprobs": None, "finish_reason": None})
+
+    def delta(self, index: int, delta: OutputDelta) -> bytes:
+        """The chunks for `delta`: its text, unless there is nothing to say, and the end, if it is one."""
+        chunks = b""
+        if delta.text and not delta.tokens:
+            chunks = (self._before[index] + _quote(delta.text) + self._no_logprobs).encode()
+        elif delta.tokens:
+            logprobs = _dumps(self._shape.logprobs(delta.tokens))
+            after = f'{self._after}{logprobs},"finish_reason":null}}]{self._usage_null}}}\n\n'
+            chunks = (self._before[index] + _quote(delta.text) + after).encode()
+        if delta.finish_reason is not None:
+            part = {"index": index, **self._shape.ending(), "logprobs": None, "finish_reason": delta.finish_reason.value}
+            chunks += self._choice(part)
+        return chunks
+
+    def usage(self, num_prompt: int, num_output: int) -> bytes:
+        """The usage chunk, which has no choices."""
+        return f'{self._head}],"usage":{_dumps(usage(num_prompt, num_output))}}}\n\n'.encode()
+
+    def _choice(self, part: dict[str, Any]) -> bytes:
+        return f"{self._head}{_dumps(part)}]{self._usage_null}}}\n\n".encode()
+
+
+def error_body(error: JaxserveError | str, *, status: int, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kinds = {429: "rate_limit_error", 503: "service_unavailable_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    if isinstance(error, RequestError):
+        code = error.code
+    param = error.param if isinstance(error, RequestError) else None
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+def status_of(error: JaxserveError) -> int:
+    """The HTTP status to answer `error` with."""
+    return error.status if isinstance(error, RequestError) else 500
+
+
+def retry_headers(error: JaxserveError) -> dict[str, str]:
+    """`Retry-After` for what may work later."""
+    if isinstance(error, QueueFull):
+        return {"Retry-After": str(max(1, round(error.retry_after)))}
+    return {"Retry-After": "5"} if status_of(error) == 503 else {}

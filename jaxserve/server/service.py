@@ -1,0 +1,137 @@
+"""What the handlers share: the model once it is loaded, and where the server is in its life.
+
+Owns the states loading, ready, draining and failed. Does not know HTTP messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from jaxserve.config import HttpConfig
+from jaxserve.engine.async_engine import AsyncEngine, Core
+from jaxserve.engine.text import Tokenizer
+from jaxserve.errors import EngineError, NotReady
+from jaxserve.host.admission import Admission
+from jaxserve.plan import RunnerLimits
+from jaxserve.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerParts:
+    """What a server needs of a model, loaded and warm.
+
+    Attributes:
+        core: an engine core that nobody drives yet.
+        limits: of its runner.
+        model_name: what requests call the model.
+        num_compiles: programs compiled so far, for `/metrics`.
+    """
+
+    core: Core
+    limits: RunnerLimits
+    tokenizer: Tokenizer
+    model_name: str
+    num_compiles: Callable[[], int] = lambda: 0
+
+
+class State(enum.StrEnum):
+    """Where the server is in its life."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is being served."""
+
+    name: str
+    tokenizer: Tokenizer
+    engine: AsyncEngine
+    created: int
+
+
+class Service:
+    """One server's model and state. Lives on the event loop's thread.
+
+    Attributes:
+        load_error: why loading failed, or None.
+    """
+
+    def __init__(self, config: HttpConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.load_error: BaseException | None = None
+        self._model: Model | None = None
+        self._draining = False
+
+    async def load(self, loading: Awaitable[ServerParts], *, now: Callable[[], float]) -> None:
+        """Wait for the model, and start its engine. A failure is kept in `load_error`."""
+        try:
+            parts = await loading
+        except Exception as error:
+            self.load_error = error
+            return
+        admission = Admission(
+            parts.limits,
+            max_queue_requests=self.config.max_queue_requests,
+            max_queue_tokens=self.config.max_queue_tokens,
+        )
+        engine = AsyncEngine(parts.core, admission)
+        self.metrics.observe_engine(lambda: engine.stats, admission, parts.num_compiles)
+        if self._draining:
+            admission.drain()
+        engine.start()
+        self._model = Model(parts.model_name, parts.tokenizer, engine, int(now()))
+        logger.info("ready: serving %s", parts.model_name)
+
+    @property
+    def state(self) -> State:
+        if self.failure is not None:
+            return State.FAILED
+        if self._draining:
+            return State.DRAINING
+        return State.LOADING if self._model is None else State.READY
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why no request will ever be served, or None."""
+        if self.load_error is not None:
+            return self.load_error
+        return None if self._model is None else self._model.engine.failure
+
+    def require_model(self) -> Model:
+        """The model, for a request to be served now.
+
+        Raises:
+            NotReady: loading or draining.
+            EngineError: loading failed, or the engine has died.
+        """
+        state = self.state
+        if state is State.FAILED:
+            raise EngineError(f"the engine is dead: {self.failure!r}")
+        if state is State.DRAINING:
+            raise NotReady("the server is shutting down and takes no new requests")
+        if self._model is None:
+            raise NotReady("the model is still loading; /ready says when it is not")
+        return self._model
+
+    async def drain(self) -> None:
+        """Refuse new requests, and let those that run finish, for at most `drain_seconds`."""
+        self._draining = True
+        if self._model is not None:
+            await self._model.engine.drain(self.config.drain_seconds)
+
+    async def close(self) -> None:
+        """Stop the engine; requests that still run fail."""
+        self._draining = True
+        if self._model is not None:
+            await asyncio.shield(self._model.engine.close())

@@ -1,0 +1,125 @@
+"""Output: what of a request's events is shown, and what ends it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.engine.output import Output, OutputDelta, ShownToken
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from tests.engine import tiny_tokenizers as tiny
+
+TOKENIZER = tiny.byte_level()
+EOS = tiny.IM_END_ID
+
+
+def request(**params: object) -> Request:
+    return Request(request_id="r", prompt=(3,), params=SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def event(ids: list[int], reason: FinishReason | None = None, *, num_output: int = 0) -> TokenEvent:
+    logprobs = tuple(TokenLogprobs(-float(i), ((i, -float(i)),)) for i in ids)
+    return TokenEvent("r", tuple(ids), logprobs, reason, 1, num_output)
+
+
+def run(wanted: Request, ids: list[int], reason: FinishReason, sizes: list[int]) -> tuple[Output, list[OutputDelta]]:
+    """Push `ids` in groups, the last of which ends with `reason`."""
+    output, deltas, position = Output(wanted, TOKENIZER), [], 0
+    while output.finish_reason is None:
+        size = sizes[len(deltas) % len(sizes)] if sizes else 1
+        group, position = ids[position : position + size], position + size
+        deltas.append(output.push(event(group, reason if position >= len(ids) else None)))
+    return output, deltas
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode_plain(text)
+
+
+def test_the_stop_token_is_counted_and_not_shown() -> None:
+    for eos in (EOS, *encode("x")):  # a special one, and one that is text
+        output, deltas = run(request(logprobs=0), [*encode("hello"), eos], FinishReason.STOP, [])
+        assert "".join(delta.text for delta in deltas) == "hello"
+        assert [token.token_id for delta in deltas for token in delta.tokens] == encode("hello")
+        assert output.num_tokens == len(encode("hello")) + 1
+        assert output.finish_reason is FinishReason.STOP
+
+
+def test_the_last_token_is_shown_where_length_ended_it() -> None:
+    output, deltas = run(request(), encode("hello w"), FinishReason.LENGTH, [])
+    assert "".join(delta.text for delta in deltas) == "hello w"
+    assert output.num_tokens == len(encode("hello w"))
+
+
+def test_a_stop_string_ends_it_before_the_engine_does() -> None:
+    output = Output(request(stop=("lo w",), logprobs=0), TOKENIZER)
+    assert output.push(event(encode("x hello"))) == OutputDelta("x hel", _shown("x ", "hello"), None)
+    ids = encode(" world")
+    delta = output.push(event(ids))
+    assert (delta.text, delta.tokens, delta.finish_reason) == ("", (), FinishReason.STOP)
+    # What was generated beyond the stop string is none of the caller's business.
+    assert output.push(event(encode("more"), FinishReason.LENGTH)) == OutputDelta("", (), FinishReason.STOP)
+    assert output.num_tokens == len(encode("x hello")) + 1
+
+
+def _shown(*pieces: str) -> tuple[ShownToken, ...]:
+    shown, offset = [], 0
+    for piece in pieces:
+        for token_id in encode(piece):
+            shown.append(ShownToken(token_id, TokenLogprobs(-float(token_id), ((token_id, -float(token_id)),)), offset))
+            offset += len(TOKENIZER.token_bytes(token_id))
+    return tuple(shown)
+
+
+def test_half_a_character_at_the_length_limit_is_left_out() -> None:
+    ids = encode("a😀")
+    for cut in range(1, len(ids)):
+        _, deltas = run(request(logprobs=0), ids[:cut], FinishReason.LENGTH, [])
+        assert "".join(delta.text for delta in deltas) == "a"
+        shown = [token.token_id for delta in deltas for token in delta.tokens]
+        assert b"".join(map(TOKENIZER.token_bytes, shown)) == "a😀".encode()[:cut]
+
+
+def test_half_a_character_before_the_end_is_invalid() -> None:
+    _, deltas = run(request(), [*encode("a😀")[:3], EOS], FinishReason.STOP, [])
+    assert "".join(delta.text for delta in deltas) == "a\ufffd"
+
+
+@given(
+    text=st.text(alphabet="abé😀 ", max_size=12),
+    stops=st.lists(st.text(alphabet="abé😀 ", min_size=1, max_size=4), max_size=2).map(tuple),
+    sizes=st.lists(st.integers(1, 4), max_size=3),
+    reason=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
+)
+def test_grouping_of_events_does_not_matter(text: str, stops: tuple[str, ...], sizes: list[int], reason: FinishReason) -> None:
+    ids = [*encode(text), EOS]
+    wanted = request(stop=stops, logprobs=0)
+    one, one_deltas = run(wanted, ids, reason, [])
+    many, many_deltas = run(wanted, ids, reason, sizes)
+    assert [t for d in one_deltas for t in d.tokens] == [t for d in many_deltas for t in d.tokens]
+    assert "".join(d.text for d in one_deltas) == "".join(d.text for d in many_deltas)
+    assert (one.num_tokens, one.finish_reason) == (many.num_tokens, many.finish_reason)
+
+
+@given(
+    text=st.text(alphabet="abé😀 ", max_size=12), stops=st.lists(st.sampled_from(["ab", "é", "😀 "]), max_size=2).map(tuple)
+)
+def test_shown_tokens_cover_the_text(text: str, stops: tuple[str, ...]) -> None:
+    """Bytes of the shown tokens are those of the text, up to the token that a stop string begins in."""
+    ids = encode(text)
+    _, deltas = run(request(stop=stops, logprobs=0), ids or [EOS], FinishReason.LENGTH, [])
+    shown = [token for delta in deltas for token in delta.tokens]
+    whole = "".join(delta.text for delta in deltas)
+    data = b"".join(TOKENIZER.text_bytes(token.token_id) for token in shown)
+    assert data.startswith(whole.encode())
+    if shown and whole:
+        assert len(data) - len(whole.encode()) < len(TOKENIZER.text_bytes(shown[-1].token_id))
+    if not any(stop in text for stop in stops):
+        assert data.decode() == whole == text
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+def test_without_logprobs_no_tokens_are_kept(reason: FinishReason) -> None:
+    _, deltas = run(request(), encode("hello world"), reason, [])
+    assert all(delta.tokens == () for delta in deltas)
