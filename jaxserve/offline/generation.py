@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.text import TextStream, Tokenizer
+from jaxserve.engine.output import Output, ShownToken
+from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import EngineError
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import FinishReason, Request, TokenEvent, TokenLogprobs
@@ -34,11 +35,11 @@ class Completion:
     """The whole output of one request.
 
     Attributes:
-        text: without special tokens, and up to the stop string if one ended it.
-        token_ids: what was sampled, the token that ended the output (stop token or end of a stop string) included.
+        text: without the stop token or stop string that ended it.
+        token_ids: what was sampled, the token that ended the output included.
         finish_reason: stop, length, or error when the engine failed under the request.
-        logprobs: one entry a token if the request asked, else empty.
-        offsets: for each token, how many characters of `text` come before it.
+        logprobs: one entry a token id if the request asked, else empty.
+        shown: tokens of the text with their log probabilities and places in it if the request asked, else empty.
         num_prompt: prompt tokens.
     """
 
@@ -46,7 +47,7 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...]
-    offsets: tuple[int, ...]
+    shown: tuple[ShownToken, ...]
     num_prompt: int
 
 
@@ -76,8 +77,7 @@ class Generation:
             EngineError: the engine is dead.
         """
         self._core.add(request)
-        params = request.params
-        self._live[request.request_id] = _Live(TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens))
+        self._live[request.request_id] = _Live(Output(request, self._tokenizer))
 
     def step(self) -> list[tuple[str, Completion]]:
         """One step of the engine; the outputs that it completed, with their request ids.
@@ -108,38 +108,37 @@ class Generation:
         live = self._live.get(event.request_id)
         if live is None:  # a stop string ended it while its next token was under way
             return None
-        stopped = live.push(event)
-        if stopped and event.finish_reason is None:
+        live.push(event)
+        if live.output.finish_reason is None:
+            return None
+        if event.finish_reason is None:
             self._core.abort(event.request_id)
-        reason = FinishReason.STOP if stopped else event.finish_reason
-        return None if reason is None else live.complete(reason, event.num_prompt)
+        return live.complete(event.num_prompt)
 
 
 @dataclass(slots=True)
 class _Live:
-    stream: TextStream
+    output: Output
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    shown: list[ShownToken] = field(default_factory=list)
 
-    def push(self, event: TokenEvent) -> bool:
-        """Take an event's tokens; whether a stop string was found."""
-        delta = self.stream.push(event.tokens)
+    def push(self, event: TokenEvent) -> None:
+        delta = self.output.push(event)
         self.pieces.append(delta.text)
-        self.offsets.extend(delta.offsets)
+        self.shown.extend(delta.tokens)
         self.token_ids.extend(event.tokens)
         self.logprobs.extend(event.logprobs)
-        return delta.stopped
 
-    def complete(self, reason: FinishReason, num_prompt: int) -> Completion:
-        delta = self.stream.flush()
-        num_tokens = self.stream.num_tokens
+    def complete(self, num_prompt: int) -> Completion:
+        assert self.output.finish_reason is not None
+        num_tokens = self.output.num_tokens
         return Completion(
-            text="".join(self.pieces) + delta.text,
+            text="".join(self.pieces),
             token_ids=tuple(self.token_ids[:num_tokens]),
-            finish_reason=FinishReason.STOP if delta.stopped else reason,
+            finish_reason=self.output.finish_reason,
             logprobs=tuple(self.logprobs[:num_tokens]),
-            offsets=(*self.offsets, *delta.offsets),
+            shown=tuple(self.shown),
             num_prompt=num_prompt,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,13 @@ import jaxserve
 from jaxserve.errors import ConfigError, EngineError, InvalidRequest
 from jaxserve.offline import LLM, Completion
 from jaxserve.request import FinishReason, Request, SamplingParams
-from tests.fakes import expected_output
-from tests.offline.toy import EOS_TOKEN_ID, ToyEngine, toy_engine
+from tests.offline.toy import alone, toy_engine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def alone(engine: ToyEngine, prompt: list[int], params: SamplingParams) -> tuple[tuple[int, ...], FinishReason]:
-    request = Request(request_id="x", prompt=tuple(prompt), params=params)
-    return expected_output(request, engine.limits, next_token=engine.runner.next_token, eos_token_ids=(EOS_TOKEN_ID,))
+def request(prompt: list[int], params: SamplingParams) -> Request:
+    return Request(request_id="x", prompt=tuple(prompt), params=params)
 
 
 @given(
@@ -47,10 +46,9 @@ def test_each_output_is_what_the_prompt_gives_alone(work: list[tuple[list[int], 
     completions = LLM.from_engine(engine).generate([prompt for prompt, _ in work], [params for _, params in work])
     assert len(completions) == len(work)
     for completion, (prompt, params) in zip(completions, work, strict=True):
-        assert (completion.token_ids, completion.finish_reason) == alone(engine, prompt, params)
+        found = completion.token_ids, completion.finish_reason, completion.text
+        assert found == alone(engine, request(prompt, params))
         assert completion.num_prompt == len(prompt)
-        assert completion.text == engine.tokenizer.decode(completion.token_ids)
-        assert len(completion.offsets) == len(completion.token_ids)
     assert not engine.core.has_work
     assert engine.core.stats().free_pages == engine.limits.num_pages
 
@@ -67,7 +65,8 @@ def test_one_prompt_in_any_form(prompts: Any) -> None:
 def test_mixed_prompts_and_no_prompts() -> None:
     llm = LLM.from_engine(toy_engine())
     assert llm.generate([], GREEDY) == []
-    text, ids = llm.generate(["abc", llm._engine.tokenizer.encode("abc")], GREEDY)
+    prompts: list[str | Sequence[int]] = ["abc", llm._engine.tokenizer.encode("abc")]
+    text, ids = llm.generate(prompts, GREEDY)
     assert text == ids
 
 
@@ -78,7 +77,7 @@ def test_one_conversation_or_many() -> None:
     (one,) = llm.chat(messages, GREEDY)
     first, second = llm.chat([messages, [{"role": "user", "content": "other"}]], GREEDY)
     assert one == first != second
-    assert one.token_ids == alone(engine, engine.tokenizer.encode_chat(messages), GREEDY)[0]
+    assert one.token_ids == alone(engine, request(engine.tokenizer.encode_chat(messages), GREEDY))[0]
     with pytest.raises(InvalidRequest, match="no chat template"):
         LLM.from_engine(toy_engine(chat_template=False)).chat(messages)
 
@@ -93,7 +92,7 @@ def test_a_stop_string_ends_the_output_before_it() -> None:
     llm = LLM.from_engine(engine)
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=2)
     full = whole(llm, params)
-    assert len(full.token_ids) == len(full.logprobs) == 40
+    assert len(full.token_ids) == len(full.logprobs) == len(full.shown) == 40
     stop = full.text[10:13]
     cut = whole(llm, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=2, stop=(stop,)))
     assert cut.text == full.text[: full.text.index(stop)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -9,9 +10,9 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.text import Tokenizer
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.plan import RunnerLimits
-from jaxserve.request import Request
+from jaxserve.request import FinishReason, Request
 from tests.engine.tiny_tokenizers import byte_level
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, expected_output
 
 EOS_TOKEN_ID = 7
 
@@ -45,6 +46,18 @@ class ToyEngine:
 
     def close(self) -> None:
         self.num_closed += 1
+
+
+def alone(engine: ToyEngine, request: Request) -> tuple[tuple[int, ...], FinishReason, str]:
+    """What `request`, without stop strings, must give alone or in any batch: token ids, why it ended, and its text."""
+    tokens, reason = expected_output(
+        request, engine.limits, next_token=engine.runner.next_token, eos_token_ids=(EOS_TOKEN_ID,)
+    )
+    shown = tokens[:-1] if reason is FinishReason.STOP else tokens
+    data = b"".join(map(engine.tokenizer.text_bytes, shown))
+    # Half a character at the length limit is left out.
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    return tokens, reason, decoder.decode(data, final=reason is not FinishReason.LENGTH)
 
 
 def toy_engine(
