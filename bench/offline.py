@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (JaxserveError, RuntimeError) as error:
         print(f"bench.offline: error: {error}", file=sys.stderr)
         return 2
-    found.weight_bytes = engine.weight_bytes
+    found.weight_bytes = engine.runner.weight_bytes
     for workload in args.workloads:
         ours.run_workload(engine.core, workload, num_output=1)
     for number in range(1, args.repeats + 1):

@@ -18,17 +18,22 @@ from jaxserve.request import FinishReason, Request, SamplingParams
 _request_ids = itertools.count()
 
 
+class Sizes(Protocol):
+    """Bytes that a runner holds over all its devices."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def kv_bytes(self) -> int: ...
+
+
 class Engine(Protocol):
     """What the benchmarks need of an engine that `jaxserve.launch` built."""
 
     @property
     def core(self) -> EngineCore: ...
-
     @property
-    def weight_bytes(self) -> int: ...
-
-    @property
-    def kv_bytes(self) -> int: ...
+    def runner(self) -> Sizes: ...
 
 
 def build(config: ServeConfig) -> Engine:

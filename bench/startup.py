@@ -89,7 +89,11 @@ def main() -> int:
     ours.first_token(engine.core, prompts(WORKLOADS["a"])[0])
     print(json.dumps({"first_token": True}), flush=True)
     ours.run_workload(engine.core, WORKLOADS["c"], num_output=8)
-    sizes = {"peak_bytes": peak_resident_bytes(), "weight_bytes": engine.weight_bytes, "kv_bytes": engine.kv_bytes}
+    sizes = {
+        "peak_bytes": peak_resident_bytes(),
+        "weight_bytes": engine.runner.weight_bytes,
+        "kv_bytes": engine.runner.kv_bytes,
+    }
     print(json.dumps(sizes), flush=True)
     return 0
 

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +28,7 @@ VOCAB = 50_000
 class FakeEngine:
     """What `launch.build_engine` gives, without a device; every token is one that ends a sequence unless that is ignored."""
 
-    weight_bytes = 1000
-    kv_bytes = 2000
+    runner = SimpleNamespace(weight_bytes=1000, kv_bytes=2000)
 
     def __init__(self, **runner: Any) -> None:
         limits = RunnerLimits(
