@@ -164,7 +164,7 @@ class EngineCore:
         return events
 
     def stats(self) -> EngineStats:
-        """A snapshot of the counters. Cheap; call it from the thread that calls `step`."""
+        """A snapshot. Cheap and only reads: from another thread, some figures may be those before a step, others after."""
         scheduler = self._scheduler
         return EngineStats(
             num_steps=self._num_steps,

@@ -168,7 +168,7 @@ class Scheduler:
         self._free_slots.append(seq.slot)
         seq.slot = None
         self._pool.release(seq.pages)
-        seq.pages = []  # a new list: rows of submitted plans alias the old one
+        seq.pages = []
 
     def _preempt(self, seq: Sequence) -> None:
         self._release(seq)
@@ -181,13 +181,10 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be planned before a plan in flight is committed or a request added."""
-        preemptions_before = self.num_preemptions
         rows: list[PlanRow] = []
         seqs: list[Sequence] = []
         budget = self._plan_running(rows, seqs)
-        # Pages that a preemption just freed are for those it was made for.
-        if self.num_preemptions == preemptions_before:
-            self._plan_waiting(budget, rows, seqs)
+        self._plan_waiting(budget, rows, seqs)
         if not rows:
             return None
         plan = StepPlan(self._next_step_id, tuple(rows))
@@ -239,7 +236,8 @@ class Scheduler:
         """Admit sequences strictly in order, while there is budget, a slot, and pages without preempting anyone.
 
         Pages must suffice for all of a sequence's known tokens and one more page, after what those that run need for
-        the same: so that what is admitted is not preempted at once, before it has repaid its prefill.
+        the same: so that what is admitted is not preempted at once, before it has repaid its prefill. This also keeps
+        out what this plan preempted: it wants at least what it held, and of that a more important one took a part.
         """
         seq = self._waiting.peek()
         if seq is None or not self._free_slots or budget == 0:

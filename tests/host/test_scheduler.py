@@ -411,10 +411,21 @@ class TestPreemption:
             driver.commit()
         assert list(driver.run()) == ["d", "b", "c"]
 
-    def test_nobody_is_admitted_in_a_step_that_preempts(self):
-        driver, _ = self.fill(0, 0, num_pages=4)
-        driver.add("c", 1, max_tokens=1, priority=-1)
+    def test_a_more_important_one_that_waits_may_take_what_a_victim_leaves(self):
+        driver = Driver(make_limits(num_pages=6, page_size=2, max_context=13))
+        driver.add("a", 2)
+        victim = driver.add("b", 2, priority=1)
+        for _ in range(5):
+            driver.step()
+        driver.add("c", 1, max_tokens=1)
+        assert driver.scheduler.num_free_pages == 0
+        assert list(driver.plan()) == ["s0", "s2"]
+        assert victim.num_preemptions == 1
+
+    def test_a_victim_is_not_admitted_again_in_the_same_step(self):
+        driver, (_, victim) = self.fill(0, 0, num_pages=4)
         assert list(driver.plan()) == ["s0"]
+        assert (victim.rows_in_flight, victim.slot) == (0, None)
 
     def test_a_preempted_sequence_gives_the_same_output(self):
         driver, victim = make_preempted()
@@ -514,6 +525,15 @@ class TestAdmissionByPages:
         driver.add("b", 2)
         assert list(driver.plan()) == ["s0"]
 
+    def test_pages_that_one_just_admitted_still_needs_are_promised_to_it(self):
+        driver = Driver(make_limits(num_pages=10, page_size=2, max_context=21), prefill_chunk=2)
+        driver.add("a", 12)  # will need 7 pages, takes 1
+        driver.add("b", 6)  # would need 4
+        assert list(driver.plan()) == ["s0"]
+        driver.abort("b")
+        driver.add("c", 4)  # needs 3
+        assert list(driver.plan()) == ["s0", "s2"]
+
     def test_no_page_is_held_back_for_output_that_cannot_come(self):
         driver = Driver(make_limits(num_pages=2, page_size=4, max_context=9))
         driver.add("a", 4, max_tokens=1)
@@ -598,6 +618,10 @@ class TestFailure:
         assert {event.request_id for event in events} == {"a", "b"}
         assert driver.scheduler.num_live == 0
         driver.scheduler.check_integrity()
+        driver.in_flight.clear()
+        driver.runner.forget()
+        driver.add("a", max_tokens=1)
+        assert output_of(driver.run()["a"]) == (7,)
 
 
 class TestIntegrity:

@@ -176,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if victims:
             self.check_victims(victims, running, pages_before)
         fresh = [seqs[row.seq_id] for row in rows if row.fresh]
-        assert not (fresh and victims), "a sequence was admitted in a step that preempts"
+        assert not any(seq in victims for seq in fresh), "a sequence was admitted in the step that preempts it"
         if fresh and waiting:
             assert max(map(importance, fresh)) < min(map(importance, waiting)), "one that waits was overtaken"
         planned = {row.seq_id for row in rows}
