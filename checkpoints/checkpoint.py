@@ -148,7 +148,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointError: nothing there, another format (which it names), or a broken file (which it names).
     """
     path = Path(path)
-    # Each format's libraries are imported when met: Orbax alone takes two seconds.
+    # Here, since these modules import this one; and so that a format's libraries are imported only when it is met.
     if path.is_file():
         _check_gguf_file(path)
         from checkpoints.gguf import GgufCheckpoint

@@ -61,7 +61,6 @@ def convert(
         if form == "safetensors":
             write_safetensors(target, tensors, read, config, checkpoint.tokenizer, shard_bytes=shard_bytes, replace=replace)
         else:
-            # Orbax takes two seconds to import, which converting to safetensors need not pay.
             from checkpoints.orbax import write_orbax
 
             write_orbax(target, tensors, read, config, checkpoint.tokenizer, replace=replace)

@@ -24,6 +24,7 @@ ALIGNMENT = 64
 # Linux reads at most 2 GiB - 4 KiB in one call.
 MAX_READ = 1 << 30
 MAX_JSON_BYTES = 1 << 28
+ORBAX_METADATA = "_METADATA"
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -101,7 +102,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def orbax_root(path: Path) -> Path | None:
     """The directory under `path` (itself or a child) that Orbax wrote its tree metadata to; None if there is none."""
     for candidate in (path, path / "weights", *sorted(entry for entry in path.iterdir() if entry.is_dir())):
-        if (candidate / "_METADATA").is_file():
+        if (candidate / ORBAX_METADATA).is_file():
             return candidate
     return None
 
