@@ -10,7 +10,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +22,7 @@ from jaxserve.errors import ConfigError, JaxserveError, ModelLoadError
 from jaxserve.flags import add_engine_flags, add_model_flags, integer, serve_config_from_args
 from jaxserve.offline.generation import Engine
 from jaxserve.offline.journal import Journal, discard, journal_path, output_of_run
-from jaxserve.offline.progress import ProgressBar
+from jaxserve.offline.progress import ProgressBar, StageBars
 from jaxserve.offline.prompts import DEMO_PROMPTS, answer_prompts
 from jaxserve.offline.results import RequestOptions, run_id_of
 from jaxserve.offline.run import BatchRun
@@ -143,7 +143,8 @@ def _build_engine(config: ServeConfig) -> Engine:
     # Loading JAX takes seconds; a mistyped flag should not.
     from jaxserve import launch
 
-    return launch.build_engine(config)
+    with closing(StageBars()) as progress:
+        return launch.build_engine(config, progress=progress)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a run shows on stderr while it goes on: a bar, and a line for each input line that failed."""
+"""What is shown on stderr while one waits: bars of loading and compiling, then of a run's lines, and which of them failed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,40 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tqdm import tqdm
 
 REFRESH_SECONDS = 0.5
+
+
+_UNITS: dict[str, dict[str, Any]] = {
+    "load": {"unit": "B", "unit_scale": True, "unit_divisor": 1024},
+    "compile": {"unit": " programs"},
+}
+
+
+class StageBars:
+    """A bar for each stage of building an engine, as `launch.Progress` reports them. Close it when the engine is there."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._bar: tqdm | None = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage or self._bar is None:
+            self.close()
+            self._stage = stage
+            self._bar = tqdm(
+                total=total, desc=stage, file=sys.stderr, dynamic_ncols=True, leave=False, **_UNITS.get(stage, {})
+            )
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
 
 class ProgressBar:
