@@ -9,6 +9,7 @@ three times slower than TensorStore, and because a damaged checkpoint leaves it 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,18 @@ def _naming(path: Path) -> Iterator[None]:
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise CheckpointError(f"{path}: Orbax checkpoint: {type(error).__name__}: {lines[0]}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Orbax from logging the traceback of an error that it also raises."""
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _open_stores(root: Path) -> dict[str, ts.TensorStore]:
@@ -140,7 +153,7 @@ def write_orbax(
 
     with new_directory(target, replace=replace) as directory:
         tree = {name: read(name) for name in tensors}
-        with _naming(target), contextlib.closing(ocp.PyTreeCheckpointer()) as checkpointer:
+        with _naming(target), _quiet(), contextlib.closing(ocp.PyTreeCheckpointer()) as checkpointer:
             checkpointer.save((directory / WEIGHTS).absolute(), tree)
         write_config(directory, config)
         write_tokenizer(directory, tokenizer)

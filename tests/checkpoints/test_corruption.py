@@ -21,6 +21,8 @@ from checkpoints.hf_files import write_tokenizer
 from checkpoints.orbax import write_orbax
 from tests.checkpoints.builders import CONFIG, llama_shapes, random_tensors, read_all, tiny_gguf, tiny_hf
 
+# From the profile, so that quick runs stay quick.
+EXAMPLES = settings.default.max_examples
 TOKENIZER = TokenizerFiles(tokenizer_json='{"model": {}}', chat_template="x", bos_token="<s>", add_bos=True)
 SMALL = {"a.weight": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.ones(5, np.float16), "s": np.zeros((), np.float32)}
 
@@ -116,7 +118,7 @@ counts = st.sampled_from([1, 1, 8, 64])
 files = st.integers(0, 100)
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * EXAMPLES)
 @given(where=places)
 @example(where=0.0)
 def test_a_cut_gguf_file_is_refused(tmp_path_factory: pytest.TempPathFactory, gguf_sample: Sample, where: float) -> None:
@@ -125,7 +127,7 @@ def test_a_cut_gguf_file_is_refused(tmp_path_factory: pytest.TempPathFactory, gg
     assert read_or_refusal(damaged(gguf_sample, target, ".", data[: int(where * len(data))])) is None
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * EXAMPLES)
 @given(where=places, mask=masks, count=counts)
 def test_a_gguf_header_with_flipped_bytes_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, gguf_sample: Sample, where: float, mask: int, count: int
@@ -133,7 +135,7 @@ def test_a_gguf_header_with_flipped_bytes_is_read_or_refused(
     flip(gguf_sample, tmp_path_factory.mktemp("flip") / "m.gguf", where, 0, mask, count)
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * EXAMPLES)
 @given(where=places, which=files)
 def test_a_cut_file_of_a_hugging_face_directory_is_refused_or_did_not_matter(
     tmp_path_factory: pytest.TempPathFactory, safetensors_sample: Sample, where: float, which: int
@@ -141,7 +143,7 @@ def test_a_cut_file_of_a_hugging_face_directory_is_refused_or_did_not_matter(
     cut(safetensors_sample, tmp_path_factory.mktemp("cut") / "m", where, which)
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * EXAMPLES)
 @given(where=places, which=files, mask=masks, count=counts)
 def test_a_hugging_face_directory_with_flipped_bytes_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, safetensors_sample: Sample, where: float, which: int, mask: int, count: int
@@ -150,7 +152,6 @@ def test_a_hugging_face_directory_with_flipped_bytes_is_read_or_refused(
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
 @given(where=places, which=files)
 def test_a_cut_file_of_an_orbax_directory_is_refused_or_did_not_matter(
     tmp_path_factory: pytest.TempPathFactory, orbax_sample: Sample, where: float, which: int
@@ -159,7 +160,6 @@ def test_a_cut_file_of_an_orbax_directory_is_refused_or_did_not_matter(
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
 @given(where=places, which=files, mask=masks, count=counts)
 def test_an_orbax_directory_with_flipped_bytes_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, orbax_sample: Sample, where: float, which: int, mask: int, count: int
