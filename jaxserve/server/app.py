@@ -92,10 +92,11 @@ def serve(build: Callable[[], ServerParts], config: HttpConfig) -> int:
 
 async def _serve(build: Callable[[], ServerParts], config: HttpConfig) -> int:
     signals = _Signals()
-    loading = _call_in_thread(build)
+    loading: asyncio.Future[ServerParts] = asyncio.get_running_loop().create_future()
     server = Server(build_app(asyncio.shield(loading), config), config)
     try:
         await server.start()
+        _call_in_thread(build, loading)
         await _first_of(signals.first.wait(), _failure_of(loading))
         if not signals.first.is_set():
             loading.result()  # raises
@@ -126,30 +127,35 @@ class _Signals:
             self._loop.remove_signal_handler(number)
 
 
-def _call_in_thread(build: Callable[[], ServerParts]) -> asyncio.Future[ServerParts]:
-    """Call `build` in a daemon thread, which does not keep a process alive that was told to stop while loading."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[ServerParts] = loop.create_future()
+def _call_in_thread(build: Callable[[], ServerParts], future: asyncio.Future[ServerParts]) -> None:
+    """Settle `future` with what `build` gives, called in a daemon thread.
 
-    def settle(set_it: Callable[[], None]) -> None:
-        if not future.done():
-            set_it()
+    Such a thread does not keep a process alive that was told to stop while it loads.
+    """
+    loop = asyncio.get_running_loop()
+
+    def settle(parts: ServerParts | None, error: Exception | None) -> None:
+        if future.done():
+            return
+        if parts is not None:
+            future.set_result(parts)
+        else:
+            future.set_exception(error or RuntimeError("loading gave nothing"))
 
     def run() -> None:
+        parts, failure = None, None
         try:
             parts = build()
-        except BaseException as error:  # whatever it is, it is the caller's
-            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            outcome: Callable[[], None] = lambda: future.set_exception(failure)  # noqa: E731
-        else:
-            outcome = lambda: future.set_result(parts)  # noqa: E731
+        except Exception as error:
+            failure = error
+        except BaseException as error:  # such as SystemExit, which would end this thread without a word
+            failure = RuntimeError(f"loading ended with {error!r}")
         try:
-            loop.call_soon_threadsafe(settle, outcome)
+            loop.call_soon_threadsafe(settle, parts, failure)
         except RuntimeError:
             logger.info("loading ended after the server had stopped")
 
     threading.Thread(target=run, name="jaxserve-load", daemon=True).start()
-    return future
 
 
 async def _failure_of(loading: asyncio.Future[ServerParts]) -> None:

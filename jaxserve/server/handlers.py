@@ -36,6 +36,8 @@ SERVICE = web.AppKey("service", Service)
 LARGE_BODY = 32 * 1024
 """Bytes from which a body is read in another thread, since encoding its text would hold up every stream."""
 
+INTERNAL_ERROR = "the server failed; its log says how"
+
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -68,11 +70,11 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return _error_response(
             _describe_http_error(request, error), error.status, code=error.reason.lower().replace(" ", "_"), headers=allow
         )
-    except ConnectionError:
-        raise  # nobody is there to answer
+    except ConnectionError as error:  # while reading the body: nobody is there to answer
+        return _error_response(repr(error), 400)
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
-        return _error_response("the server failed; its log says how", 500, code="internal_error")
+        return _error_response(INTERNAL_ERROR, 500, code="internal_error")
 
 
 def _describe_http_error(request: web.Request, error: web.HTTPException) -> str:
@@ -121,7 +123,7 @@ class _Outcome:
 
 @contextmanager
 def _counted(service: Service, endpoint: Endpoint) -> Iterator[_Outcome]:
-    """Count the request by its outcome, which is `ok` unless an exception or the body says otherwise."""
+    """Count the request by its outcome, which is `ok` unless an exception or `answer` says otherwise."""
     outcome = _Outcome("ok")
     try:
         yield outcome
@@ -131,9 +133,6 @@ def _counted(service: Service, endpoint: Endpoint) -> Iterator[_Outcome]:
         raise
     except web.HTTPException:
         outcome.name = "refused"
-        raise
-    except ReaderStalled:
-        outcome.name = "stalled"
         raise
     except (asyncio.CancelledError, ConnectionError):
         outcome.name = "disconnected"
@@ -156,7 +155,8 @@ async def _answer(request: web.Request, endpoint: Endpoint) -> web.StreamRespons
             generation = Generation(call, stream, model.tokenizer, clock, service.metrics)
             answer = _Answer(request, service, model, endpoint.shape(model.tokenizer), call, generation)
             response = await (answer.stream(outcome) if call.stream else answer.whole())
-        clock.finish()
+        if outcome.name == "ok":
+            clock.finish()
         return response
 
 
@@ -218,25 +218,38 @@ class _Answer:
         return web.json_response(body)
 
     async def stream(self, outcome: _Outcome) -> web.StreamResponse:
-        """Answer with server-sent events as text comes; an error after the headers is an event too."""
+        """Answer with server-sent events as text comes; an error after the headers is an event too.
+
+        A client that leaves ends this by cancellation or, where a write notices first, here.
+        """
         response = web.StreamResponse(headers=STREAM_HEADERS)
         await response.prepare(self._request)
         try:
-            await self._write_choices(response)
-        except JaxserveError as error:
-            outcome.name = "error"
-            await self._write(response, responses.event(responses.error_body(error, status=responses.status_of(error))))
+            error = await self._write_choices(response)
+            if error is not None:
+                outcome.name = "error"
+                await self._write(response, responses.event(error))
+            await self._write(response, responses.DONE)
+        except ReaderStalled:
+            outcome.name = "stalled"
         except ConnectionError:
-            raise
-        except Exception:
-            outcome.name = "error"
-            logger.exception("a stream failed")
-            body = responses.error_body("the server failed; its log says how", status=500, code="internal_error")
-            await self._write(response, responses.event(body))
-        await self._write(response, responses.DONE)
+            outcome.name = "disconnected"
         return response
 
-    async def _write_choices(self, response: web.StreamResponse) -> None:
+    async def _write_choices(self, response: web.StreamResponse) -> dict[str, Any] | None:
+        """Write chunks until every choice has ended; what to say if the engine, or we, failed."""
+        try:
+            await self._write_chunks(response)
+        except ConnectionError:
+            raise
+        except JaxserveError as error:
+            return responses.error_body(error, status=responses.status_of(error))
+        except Exception:
+            logger.exception("a stream failed")
+            return responses.error_body(INTERNAL_ERROR, status=500, code="internal_error")
+        return None
+
+    async def _write_chunks(self, response: web.StreamResponse) -> None:
         call, generation = self._call, self._generation
         writer = responses.ChunkWriter(
             self._shape,

@@ -1,0 +1,36 @@
+"""A server process with a fake model: `python -m tests.server.fake_server --step-seconds 0.01 ...`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+
+from jaxserve.config import HttpConfig
+from jaxserve.server.app import serve
+from jaxserve.server.service import ServerParts
+from tests.engine import tiny_tokenizers as tiny
+from tests.engine.engines import fake_engine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    for name in ("load", "step", "drain"):
+        parser.add_argument(f"--{name}-seconds", type=float, default=0.0)
+    parser.add_argument("--fail", action="store_true")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+    def build() -> ServerParts:
+        time.sleep(args.load_seconds)
+        if args.fail:
+            raise RuntimeError("the weights are missing")
+        fake = fake_engine(step_seconds=args.step_seconds)
+        return ServerParts(core=fake.core, limits=fake.runner.limits, tokenizer=tiny.byte_level(), model_name="tiny")
+
+    return serve(build, HttpConfig(port=0, drain_seconds=args.drain_seconds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
