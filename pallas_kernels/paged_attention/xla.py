@@ -15,7 +15,6 @@ beat slicing K out of the row.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int

@@ -1,0 +1,73 @@
+"""The lattice of step shapes: every program that the runner can run, in one function.
+
+A step has `num_single` places for rows of one token and room for `chunk_tokens` tokens of `chunk_rows` longer rows. Knows
+numbers only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.plan import RunnerLimits, StepPlan
+
+TOKENS_PER_CHUNK_ROW = 16
+"""A chunk bucket of T tokens has room for T / 16 rows, so that short prompts share a step; more take the next bucket."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The static shape of one compiled step."""
+
+    chunk_tokens: int
+    chunk_rows: int
+    num_single: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_single + self.chunk_tokens
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_single + self.chunk_rows
+
+
+def doubling(low: int, high: int) -> list[int]:
+    """`low`, twice that and so on, ending in `high` itself."""
+    sizes = []
+    size = low
+    while size < high:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, high]
+
+
+def enumerate_buckets(limits: RunnerLimits) -> tuple[Bucket, ...]:
+    """All buckets, cheapest first within each kind.
+
+    Decodes alone come in powers of two. Steps with chunks, whose cost the chunk dominates, have few or all places for
+    decodes. The last bucket holds `max_step_tokens` tokens in `max_seqs` rows of either kind, so every plan has a bucket.
+    """
+    seqs, tokens = limits.max_seqs, limits.max_step_tokens
+    decode_only = [Bucket(0, 0, size) for size in doubling(1, seqs)]
+    mixed: list[Bucket] = []
+    for chunk in doubling(min(16, tokens), tokens):
+        rows = seqs if chunk == tokens else min(seqs, max(2, chunk // TOKENS_PER_CHUNK_ROW))
+        mixed.extend(Bucket(chunk, rows, single) for single in sorted({max(1, seqs // 8), seqs}))
+    return (*decode_only, *sorted(mixed))
+
+
+def choose_bucket(buckets: tuple[Bucket, ...], num_single: int, chunk_tokens: int, chunk_rows: int) -> Bucket:
+    """The cheapest bucket that fits: fewest tokens, then fewest rows."""
+    fitting = [
+        bucket
+        for bucket in buckets
+        if bucket.num_single >= num_single and bucket.chunk_tokens >= chunk_tokens and bucket.chunk_rows >= chunk_rows
+    ]
+    assert fitting, f"no bucket for {num_single} single rows and {chunk_tokens} tokens in {chunk_rows} chunk rows"
+    return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_rows))
+
+
+def bucket_for_plan(buckets: tuple[Bucket, ...], plan: StepPlan) -> Bucket:
+    """The bucket that `plan` runs in."""
+    chunks = [row.count for row in plan.rows if row.count > 1]
+    return choose_bucket(buckets, len(plan.rows) - len(chunks), sum(chunks), len(chunks))

@@ -1,0 +1,197 @@
+"""The runner: parameters, KV pools and compiled steps on a mesh, behind `plan.Runner`.
+
+Owns device memory and the compiled programs. Knows neither requests, text nor the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.config import ModelConfig
+from jaxserve.device import compile_counter
+from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
+from jaxserve.device.pack import abstract_upload, pack
+from jaxserve.device.sampler import SlotState, empty_state
+from jaxserve.device.step import POOL_AXES, DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
+from jaxserve.models.sharding import padded_shape
+from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
+from jaxserve.request import MAX_LOGIT_BIAS, TokenLogprobs
+from pallas_kernels.paged_attention import Impl
+
+logger = logging.getLogger(__name__)
+
+COMPILE_THREADS = 2
+
+
+def pool_shape(config: ModelConfig, num_pages: int, page_size: int, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of one layer's KV pool on the mesh, padded heads included."""
+    return padded_shape((num_pages, config.num_kv_heads, page_size, 2 * config.head_dim), POOL_AXES, mesh)
+
+
+def page_bytes(config: ModelConfig, page_size: int, mesh: Mesh, dtype: np.dtype) -> int:
+    """Bytes of one page in all layers, over all devices of the mesh."""
+    return config.num_layers * int(np.prod(pool_shape(config, 1, page_size, mesh))) * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """A dispatched step; see `plan.StepHandle`."""
+
+    plan: StepPlan
+    places: list[int]
+    packed: jax.Array
+    num_top: int
+    submit_seconds: float
+
+    def result(self) -> StepResult:
+        """Wait for the step and read what it sampled."""
+        started = time.perf_counter()
+        values = np.asarray(self.packed)
+        wait_seconds = time.perf_counter() - started
+        tokens = values[:, 0].tolist()
+        sampled = [(tokens[place],) if row.sample else () for row, place in zip(self.plan.rows, self.places, strict=True)]
+        logprobs = [self._logprobs(row, values[place]) for row, place in zip(self.plan.rows, self.places, strict=True)]
+        stats = StepStats(submit_seconds=self.submit_seconds, wait_seconds=wait_seconds)
+        return StepResult(self.plan.step_id, tuple(sampled), tuple(logprobs), stats)
+
+    def _logprobs(self, row: PlanRow, values: np.ndarray) -> tuple[TokenLogprobs, ...]:
+        wanted = row.params.logprobs
+        if wanted is None or not row.sample:
+            return ()
+        floats = values.view(np.float32)
+        ids = values[2 : 2 + wanted].tolist()
+        top = floats[2 + self.num_top : 2 + self.num_top + wanted].tolist()
+        return (TokenLogprobs(float(floats[1]), tuple(zip(ids, top, strict=True))),)
+
+
+class DeviceRunner:
+    """Runs plans on a mesh. One thread drives it; `warm_up` must have returned first.
+
+    Args:
+        params: as `models.params.abstract_params` describes them, on the mesh.
+    """
+
+    def __init__(
+        self, config: ModelConfig, params: Any, mesh: Mesh, limits: RunnerLimits, dtype: np.dtype, attention_impl: Impl
+    ) -> None:
+        compile_counter.start_counting()
+        self._config = config
+        self._params = params
+        self._mesh = mesh
+        self._limits = limits
+        self._attention_impl = attention_impl
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._state = self._empty_state(dtype)
+        self._buckets = enumerate_buckets(limits)
+        self._steps: dict[Bucket, Any] = {}
+        self._set_bias = self._compile_set_bias()
+        self._compiles_when_ready = 0
+
+    @property
+    def limits(self) -> RunnerLimits:
+        return self._limits
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every shape that a step can have."""
+        return self._buckets
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all KV pools over all devices."""
+        return sum(pool.nbytes for pool in self._state.pools)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+
+    @property
+    def compiles_since_ready(self) -> int:
+        """Programs compiled after `warm_up` returned, by this process: more than 0 is a bug."""
+        return compile_counter.num_compiles() - self._compiles_when_ready
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile every bucket, some at a time, and run one to fault in what is lazy.
+
+        Args:
+            progress: called with programs done and in all.
+        """
+        with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as pool:
+            compiled = pool.map(self._compile, self._buckets)
+            for done, (bucket, step) in enumerate(zip(self._buckets, compiled, strict=True), start=1):
+                self._steps[bucket] = step
+                if progress is not None:
+                    progress(done, len(self._buckets))
+        for bucket in self._buckets:
+            packed, _ = pack(StepPlan(-1, ()), bucket, self._limits)
+            np.asarray(self._dispatch(bucket, packed))
+        self._compiles_when_ready = compile_counter.num_compiles()
+
+    def submit(self, plan: StepPlan) -> DeviceStep:
+        """Pack and dispatch `plan` without waiting for it."""
+        started = time.perf_counter()
+        for row in plan.rows:
+            if row.fresh and row.params.logit_bias:
+                self._upload_bias(row)
+        bucket = bucket_for_plan(self._buckets, plan)
+        packed, places = pack(plan, bucket, self._limits)
+        result = self._dispatch(bucket, packed)
+        return DeviceStep(plan, places, result, num_top_logprobs(self._config), time.perf_counter() - started)
+
+    def _dispatch(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        uploaded = jax.device_put(packed, self._everywhere)
+        self._state, result = self._steps[bucket](self._params, self._state, uploaded)
+        return result
+
+    def _compile(self, bucket: Bucket) -> Any:
+        step = make_step(self._config, self._limits, bucket, self._attention_impl)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)
+        jitted = jit_step(step, self._mesh, specs, self._config.num_layers)
+        upload = abstract_upload(bucket, self._limits, self._everywhere)
+        return jitted.lower(_abstract(self._params), _abstract(self._state), upload).compile()
+
+    def _empty_state(self, dtype: np.dtype) -> DeviceState:
+        limits, config = self._limits, self._config
+        shape = pool_shape(config, limits.num_pages, limits.page_size, self._mesh)
+
+        def make() -> DeviceState:
+            pools = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+            return DeviceState(pools=pools, slots=empty_state(limits.max_seqs, limits.max_context, config.vocab_size))
+
+        return jax.jit(make, out_shardings=state_shardings(self._mesh, config.num_layers))()
+
+    def _compile_set_bias(self) -> Any:
+        def set_bias(slots: SlotState, slot: jax.Array, ids: jax.Array, values: jax.Array) -> SlotState:
+            return slots.replace(  # type: ignore[attr-defined]
+                bias_ids=slots.bias_ids.at[slot].set(ids), bias_values=slots.bias_values.at[slot].set(values)
+            )
+
+        def here(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._everywhere)
+
+        arguments = (here((), np.int32), here((MAX_LOGIT_BIAS,), np.int32), here((MAX_LOGIT_BIAS,), np.float32))
+        return jax.jit(set_bias, donate_argnums=(0,)).lower(_abstract(self._state.slots), *arguments).compile()
+
+    def _upload_bias(self, row: PlanRow) -> None:
+        bias = row.params.logit_bias
+        ids = np.full(MAX_LOGIT_BIAS, self._limits.vocab_size, np.int32)
+        values = np.zeros(MAX_LOGIT_BIAS, np.float32)
+        ids[: len(bias)] = [token_id for token_id, _ in bias]
+        values[: len(bias)] = [value for _, value in bias]
+        arguments = jax.device_put((np.int32(row.slot), ids, values), self._everywhere)
+        self._state = self._state.replace(slots=self._set_bias(self._state.slots, *arguments))  # type: ignore[attr-defined]
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)

@@ -1,0 +1,100 @@
+"""One engine step as a pure function: unpack, model, sample, update the slots' state. Compiled once a bucket.
+
+Runs under `shard_map` over the whole mesh: parameters and KV heads are split, everything else is the same on each device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.config import ModelConfig
+from jaxserve.device.buckets import Bucket
+from jaxserve.device.pack import unpack
+from jaxserve.device.sampler import Sampled, SlotState, sample
+from jaxserve.models.families import FAMILIES
+from jaxserve.models.sharding import partition_spec
+from jaxserve.plan import RunnerLimits
+from jaxserve.request import MAX_LOGPROBS
+from pallas_kernels.paged_attention import Impl
+
+POOL_AXES = ("pages", "kv_heads", "page", "head_dim")
+
+
+@struct.dataclass
+class DeviceState:
+    """Everything that a step updates in place: a KV pool a layer, and the slots' state. Donated."""
+
+    pools: tuple[Float[Array, "P K B 2*D"], ...]
+    slots: SlotState
+
+
+def make_step(
+    config: ModelConfig, limits: RunnerLimits, bucket: Bucket, attention_impl: Impl
+) -> Callable[[Any, DeviceState, Array], tuple[DeviceState, Array]]:
+    """The step of one bucket, to be called inside `shard_map`.
+
+    Returns:
+        A function of parameters, state and packed upload to the new state and the packed result; see `pack_sampled`.
+    """
+    forward = FAMILIES[config.family].forward
+
+    def step(params: Any, state: DeviceState, packed: Int[Array, " U"]) -> tuple[DeviceState, Int[Array, "R width"]]:
+        slots = state.slots
+        batch, rows, token_slots = unpack(packed, slots.tokens, bucket, limits)
+        tokens_by_slot = slots.tokens.at[token_slots, batch.positions].set(batch.token_ids)
+        slots = slots.replace(tokens=tokens_by_slot)  # type: ignore[attr-defined]
+        logits, pools = forward(
+            params, state.pools, batch, config, num_single=bucket.num_single, attention_impl=attention_impl
+        )
+        sampled = sample(logits, rows, slots)
+        sampled_slots = jnp.where(rows.sample, rows.slot, limits.max_seqs)
+        next_position = jnp.where(rows.sample, rows.next_position, 0)
+        slots = slots.replace(tokens=slots.tokens.at[sampled_slots, next_position].set(sampled.tokens))
+        return DeviceState(pools=pools, slots=slots), pack_sampled(sampled)
+
+    return step
+
+
+def pack_sampled(sampled: Sampled) -> Int[Array, "R 2+2*n"]:
+    """One array to read back: token, its log probability's bits, the top ids, their log probabilities' bits."""
+
+    def bits(x: Array) -> Array:
+        return lax.bitcast_convert_type(x, jnp.int32)
+
+    columns = [sampled.tokens[:, None], bits(sampled.logprob)[:, None], sampled.top_ids, bits(sampled.top_logprobs)]
+    return jnp.concatenate(columns, axis=1)
+
+
+def num_top_logprobs(config: ModelConfig) -> int:
+    """Top log probabilities in a packed result."""
+    return min(MAX_LOGPROBS, config.vocab_size)
+
+
+def state_shardings(mesh: Mesh, num_layers: int) -> DeviceState:
+    """Where the state lies: KV heads are split over the mesh."""
+    pool = NamedSharding(mesh, partition_spec(POOL_AXES))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    slots = SlotState(tokens=everywhere, bias_ids=everywhere, bias_values=everywhere)  # type: ignore[arg-type]
+    return DeviceState(pools=(pool,) * num_layers, slots=slots)  # type: ignore[arg-type]
+
+
+def jit_step(step: Callable[..., Any], mesh: Mesh, params_specs: Any, num_layers: int) -> Any:
+    """`step` over the mesh, with its state donated."""
+    state_specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, num_layers))
+    everywhere = PartitionSpec()
+    sharded = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(params_specs, state_specs, everywhere),
+        out_specs=(state_specs, everywhere),
+        check_vma=False,
+    )
+    return jax.jit(sharded, donate_argnums=(1,))

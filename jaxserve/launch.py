@@ -1,0 +1,185 @@
+"""Builds everything from a `ServeConfig`: the only module that sees both towers.
+
+Resolves the model, loads it onto the mesh, sizes the KV pool, compiles the lattice and hands over an `Engine`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from checkpoints.sources import cache_dir, resolve
+from checkpoints.tree import TensorSource, load_tree
+from jaxserve.config import EngineConfig, ModelConfig, ServeConfig, model_config_from_hf
+from jaxserve.device.runner import DeviceRunner, page_bytes
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.text import Tokenizer
+from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.host.scheduler import Scheduler
+from jaxserve.models.families import FAMILIES
+from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to
+from jaxserve.models.sharding import make_mesh, padded_shape
+from jaxserve.plan import RunnerLimits
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_CONTEXT = 8192
+DEFAULT_CPU_KV_BYTES = 2 * 2**30
+"""On CPU memory is shared with everything else, and the pool is zeroed at start: take no more than this unasked."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage ("load" in bytes, "compile" in programs), how much is done, and of how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A warm engine, ready for `core.add` and `core.step`."""
+
+    core: EngineCore
+    tokenizer: Tokenizer
+    runner: DeviceRunner
+    model_name: str
+    model_config: ModelConfig
+
+    @property
+    def limits(self) -> RunnerLimits:
+        return self.runner.limits
+
+    def close(self) -> None:
+        """Nothing is held beyond memory, which goes with the last reference."""
+
+
+def models_dir() -> Path:
+    """The folder of named models: in an installed package within it, in a checkout beside it."""
+    here = Path(__file__).parent
+    inside = here / "configs" / "models"
+    return inside if inside.is_dir() else here.parent / "configs" / "models"
+
+
+def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> Engine:
+    """Load, compile and return a warm engine.
+
+    Raises:
+        ConfigError: settings that do not fit the model or the machine.
+        ModelLoadError: weights or tokenizer that cannot be had or read.
+    """
+    report = progress or (lambda stage, done, total: None)
+    _enable_compile_cache(config.engine)
+    try:
+        checkpoint = open_checkpoint(resolve(config.model, models_dir()))
+        model_config = model_config_from_hf(checkpoint.config, where=str(checkpoint.path))
+        tokenizer = _tokenizer(checkpoint)
+        mesh = make_mesh(config.engine.tensor_parallel)
+        dtype = _dtype(config.engine)
+        params = load_params(checkpoint, model_config, mesh, dtype, lambda done, total: report("load", done, total))
+        checkpoint.close()
+    except CheckpointError as error:
+        raise ModelLoadError(str(error)) from error
+    runner = build_runner(config.engine, model_config, params, mesh, dtype)
+    runner.warm_up(lambda done, total: report("compile", done, total))
+    scheduler = Scheduler(
+        runner.limits, prefill_chunk=config.engine.prefill_chunk, eos_token_ids=model_config.eos_token_ids, seed=None
+    )
+    core = EngineCore(scheduler, runner, overlap=config.engine.overlap)
+    name = config.http.served_model_name or Path(config.model.removeprefix("hf:")).name
+    return Engine(core=core, tokenizer=tokenizer, runner=runner, model_name=name, model_config=model_config)
+
+
+def build_runner(engine: EngineConfig, model_config: ModelConfig, params: Any, mesh: Mesh, dtype: np.dtype) -> DeviceRunner:
+    """A runner, not yet warm, with its pool sized from `engine`."""
+    max_context = engine.max_context or min(model_config.max_position, DEFAULT_MAX_CONTEXT)
+    if max_context > model_config.max_position:
+        raise ConfigError(f"max_context is {max_context} but the model's positions end at {model_config.max_position}")
+    limits = RunnerLimits(
+        num_pages=_num_pages(engine, model_config, max_context, mesh, dtype),
+        page_size=engine.page_size,
+        max_seqs=engine.max_seqs,
+        max_step_tokens=engine.max_step_tokens,
+        max_context=max_context,
+        vocab_size=model_config.vocab_size,
+    )
+    logger.info("attention: xla; mesh: %s; %s", dict(mesh.shape), limits)
+    return DeviceRunner(model_config, params, mesh, limits, dtype, attention_impl="xla")
+
+
+def load_params(
+    checkpoint: Checkpoint,
+    model_config: ModelConfig,
+    mesh: Mesh,
+    dtype: np.dtype,
+    progress: Callable[[int, int], None] | None = None,
+) -> Any:
+    """Stream a checkpoint onto the mesh as the family's parameters."""
+    family = FAMILIES[model_config.family]
+    specs = family.specs(model_config)
+
+    def source(spec: ParamSpec) -> TensorSource:
+        padded = padded_shape(spec.shape, spec.axes, mesh)
+        names = tuple(name for name, _ in spec.tensors)
+        shapes = tuple(shape for _, shape in spec.tensors)
+        if spec.build is None and padded == spec.shape:
+            return TensorSource(names, None, shapes)
+        build = spec.build or (lambda tensors: tensors[0])
+        return TensorSource(names, lambda tensors: pad_to(build(tensors), padded), shapes)
+
+    ignored = family.ignored_tensors + (("lm_head.weight",) if model_config.tie_embeddings else ())
+    abstract = abstract_params(specs, mesh, dtype)
+    return load_tree(checkpoint, abstract, map_specs(source, specs), ignore=ignored, progress=progress)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    files = checkpoint.tokenizer
+    if files is None or files.tokenizer_json is None:
+        raise ModelLoadError(f"{checkpoint.path}: no tokenizer found; put the model's tokenizer.json beside its weights")
+    return Tokenizer(
+        files.tokenizer_json,
+        chat_template=files.chat_template,
+        bos_token=files.bos_token,
+        eos_token=files.eos_token,
+        add_bos=files.add_bos,
+    )
+
+
+def _dtype(engine: EngineConfig) -> np.dtype:
+    name = engine.dtype
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return np.dtype(jax.numpy.dtype(name))
+
+
+def _num_pages(engine: EngineConfig, model_config: ModelConfig, max_context: int, mesh: Mesh, dtype: np.dtype) -> int:
+    """Pages of the pool: as configured, else what the memory allows and the sequences can use."""
+    if engine.num_pages:
+        return engine.num_pages
+    usable = engine.max_seqs * -(-max_context // engine.page_size)
+    memory = engine.kv_memory or _free_kv_bytes(mesh)
+    pages = min(usable, memory // page_bytes(model_config, engine.page_size, mesh, dtype))
+    if pages * engine.page_size < 2 * engine.page_size:
+        raise ConfigError(f"{memory} bytes hold {pages} KV pages, which is too few; raise kv_memory or lower page_size")
+    return pages
+
+
+def _free_kv_bytes(mesh: Mesh) -> int:
+    """Bytes for KV that may be taken unasked: half of what the devices have free."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(free // 2, DEFAULT_CPU_KV_BYTES)
+    stats = device.memory_stats()
+    return (stats["bytes_limit"] - stats["bytes_in_use"]) // 2 * mesh.size
+
+
+def _enable_compile_cache(engine: EngineConfig) -> None:
+    path = Path(engine.compile_cache) if engine.compile_cache else cache_dir() / "compiled"
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

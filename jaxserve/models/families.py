@@ -1,0 +1,22 @@
+"""The model families that this engine runs, and what each must provide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.config import ModelConfig
+from jaxserve.models import llama
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family: the declarations of its parameters, its step, and tensors of its checkpoints that nobody needs."""
+
+    specs: Callable[[ModelConfig], Any]
+    forward: Callable[..., Any]
+    ignored_tensors: tuple[str, ...]
+
+
+FAMILIES = {"llama": Family(llama.specs, llama.forward, llama.IGNORED_TENSORS)}

@@ -1,0 +1,186 @@
+"""The Llama family: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; tied or not, with biases where configured.
+
+Owns its parameters and their forward pass over one step's batch. Runs inside `shard_map`: all shapes are local.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float
+
+from jaxserve.config import ModelConfig
+from jaxserve.models.batch import StepBatch
+from jaxserve.models.layers import embed, linear, psum, rms_norm, rotary_frequencies, rotate
+from jaxserve.models.params import ParamSpec
+from jaxserve.models.sharding import TENSOR
+from pallas_kernels.kv_update import kv_update
+from pallas_kernels.paged_attention import Impl, paged_attention
+
+IGNORED_TENSORS = ("*.rotary_emb.inv_freq", "*.attention.masked_bias", "*.attention.bias")
+
+
+@struct.dataclass
+class LlamaLayer:
+    """One block. `G` is the number of query heads of a KV head, which come before their K and V in `qkv`."""
+
+    attention_norm: Float[Array, " E"]
+    qkv: Float[Array, "K G+2 D E"]
+    qkv_bias: Float[Array, "K G+2 D"] | None
+    output: Float[Array, "E K G D"]
+    output_bias: Float[Array, " E"] | None
+    mlp_norm: Float[Array, " E"]
+    gate_up: Float[Array, "2 F E"]
+    gate_up_bias: Float[Array, "2 F"] | None
+    down: Float[Array, "E F"]
+    down_bias: Float[Array, " E"] | None
+
+
+@struct.dataclass
+class LlamaParams:
+    """The whole model. `lm_head` is None where it is tied to `embedding`."""
+
+    embedding: Float[Array, "V E"]
+    layers: tuple[LlamaLayer, ...]
+    final_norm: Float[Array, " E"]
+    lm_head: Float[Array, "V E"] | None
+
+
+def specs(config: ModelConfig) -> LlamaParams:
+    """The parameters' declarations, in the shape of `LlamaParams`."""
+    hidden = config.hidden_size
+    table = (config.vocab_size, hidden)
+    fields: dict[str, Any] = {
+        "embedding": ParamSpec(table, ("vocab", "embed"), (("model.embed_tokens.weight", table),)),
+        "layers": tuple(_layer_specs(config, f"model.layers.{index}.") for index in range(config.num_layers)),
+        "final_norm": ParamSpec((hidden,), ("embed",), (("model.norm.weight", (hidden,)),), scale=0),
+        "lm_head": None if config.tie_embeddings else ParamSpec(table, ("vocab", "embed"), (("lm_head.weight", table),)),
+    }
+    return LlamaParams(**fields)
+
+
+def _layer_specs(config: ModelConfig, prefix: str) -> LlamaLayer:
+    heads, group, dim = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    widths = {"q": heads * group * dim, "k": heads * dim, "v": heads * dim, "gate": mlp, "up": mlp}
+    head_axes = ("kv_heads", "heads_of_group", "head_dim")
+
+    def tensors(module: str, *parts: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple((f"{prefix}{module}.{part}_proj.weight", (widths[part], hidden)) for part in parts)
+
+    def biases(module: str, *parts: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple((f"{prefix}{module}.{part}_proj.bias", (widths[part],)) for part in parts)
+
+    def hidden_vector(name: str, scale: float) -> ParamSpec:
+        return ParamSpec((hidden,), ("embed",), ((prefix + name, (hidden,)),), scale=scale)
+
+    def by_head(parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([part.reshape(heads, -1, dim, *part.shape[1:]) for part in parts], axis=1)
+
+    fields: dict[str, Any] = {
+        "attention_norm": hidden_vector("input_layernorm.weight", 0),
+        "qkv": ParamSpec((heads, group + 2, dim, hidden), (*head_axes, "embed"), tensors("self_attn", "q", "k", "v"), by_head),
+        "qkv_bias": None,
+        "output": ParamSpec(
+            (hidden, heads, group, dim),
+            ("embed", *head_axes),
+            ((f"{prefix}self_attn.o_proj.weight", (hidden, heads * group * dim)),),
+            lambda parts: parts[0].reshape(hidden, heads, group, dim),
+        ),
+        "output_bias": None,
+        "mlp_norm": hidden_vector("post_attention_layernorm.weight", 0),
+        "gate_up": ParamSpec((2, mlp, hidden), ("gate_and_up", "mlp", "embed"), tensors("mlp", "gate", "up"), np.stack),
+        "gate_up_bias": None,
+        "down": ParamSpec((hidden, mlp), ("embed", "mlp"), ((f"{prefix}mlp.down_proj.weight", (hidden, mlp)),)),
+        "down_bias": None,
+    }
+    if config.attention_bias:
+        fields["qkv_bias"] = ParamSpec((heads, group + 2, dim), head_axes, biases("self_attn", "q", "k", "v"), by_head)
+        fields["output_bias"] = hidden_vector("self_attn.o_proj.bias", 0.02)
+    if config.mlp_bias:
+        fields["gate_up_bias"] = ParamSpec((2, mlp), ("gate_and_up", "mlp"), biases("mlp", "gate", "up"), np.stack)
+        fields["down_bias"] = hidden_vector("mlp.down_proj.bias", 0.02)
+    return LlamaLayer(**fields)
+
+
+def forward(
+    params: LlamaParams,
+    pools: tuple[Float[Array, "P K B 2*D"], ...],
+    batch: StepBatch,
+    config: ModelConfig,
+    *,
+    num_single: int,
+    attention_impl: Impl,
+) -> tuple[Float[Array, "V R"], tuple[Float[Array, "P K B 2*D"], ...]]:
+    """Run one step.
+
+    Args:
+        pools: one KV pool a layer.
+        num_single: leading rows that own one token each, as `paged_attention` has it.
+
+    Returns:
+        float32 logits of each row's last token, whole on every device, and the pools with this step's K and V.
+    """
+    frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    angles = frequencies[:, None] * batch.positions.astype(jnp.float32)[None, :]
+    rotary = jnp.cos(angles), jnp.sin(angles)
+    x = embed(params.embedding, batch.token_ids, TENSOR)
+    new_pools = []
+    for layer, pool in zip(params.layers, pools, strict=True):
+        attended, pool = _attention(layer, pool, x, rotary, batch, config, num_single, attention_impl)
+        new_pools.append(pool)
+        x = x + attended
+        x = x + _mlp(layer, x, config)
+    x = x.at[:, batch.last_token].get(mode="promise_in_bounds")  # [E, R]
+    x = rms_norm(x, params.final_norm, config.rms_norm_eps)
+    head = params.embedding if params.lm_head is None else params.lm_head
+    logits = linear(head, x).astype(jnp.float32)
+    if jax.lax.axis_size(TENSOR) > 1:
+        logits = jax.lax.all_gather(logits, TENSOR, axis=0, tiled=True)
+    return logits[: config.vocab_size], tuple(new_pools)
+
+
+def _attention(
+    layer: LlamaLayer,
+    pool: Float[Array, "P K B 2*D"],
+    x: Float[Array, "E T"],
+    rotary: tuple[Float[Array, "D/2 T"], Float[Array, "D/2 T"]],
+    batch: StepBatch,
+    config: ModelConfig,
+    num_single: int,
+    impl: Impl,
+) -> tuple[Float[Array, "E T"], Float[Array, "P K B 2*D"]]:
+    heads, parts, dim, hidden = layer.qkv.shape
+    tokens = x.shape[1]
+    h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
+    qkv = linear(layer.qkv.reshape(-1, hidden), h).reshape(heads, parts, dim, tokens)
+    if layer.qkv_bias is not None:
+        qkv = qkv + layer.qkv_bias[..., None]
+    queries, keys, values = rotate(qkv[:, :-2], *rotary), rotate(qkv[:, -2], *rotary), qkv[:, -1]
+    pool = kv_update(pool, keys.transpose(2, 0, 1), values.transpose(2, 0, 1), batch.page_ids, batch.page_offsets)
+    attended = paged_attention(
+        queries.transpose(3, 0, 1, 2).reshape(tokens, -1, dim),
+        pool,
+        batch.block_table,
+        batch.row_offsets,
+        batch.lengths,
+        scale=dim**-0.5,
+        num_single=num_single,
+        impl=impl,
+    )
+    out = psum(linear(layer.output.reshape(hidden, -1), attended.reshape(tokens, -1).T), TENSOR)
+    return out if layer.output_bias is None else out + layer.output_bias[:, None], pool
+
+
+def _mlp(layer: LlamaLayer, x: Float[Array, "E T"], config: ModelConfig) -> Float[Array, "E T"]:
+    h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+    mlp = layer.down.shape[1]
+    gate_up = linear(layer.gate_up.reshape(2 * mlp, -1), h).reshape(2, mlp, -1)
+    if layer.gate_up_bias is not None:
+        gate_up = gate_up + layer.gate_up_bias[..., None]
+    out = psum(linear(layer.down, jax.nn.silu(gate_up[0]) * gate_up[1]), TENSOR)
+    return out if layer.down_bias is None else out + layer.down_bias[:, None]
