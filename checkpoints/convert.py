@@ -6,6 +6,7 @@ Owns the command line, the choice of dtype and what may be overwritten. Reading 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -134,31 +135,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Bar:
+    """A progress bar that appears with the first progress, so that an error before it is a single line."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.bar: tqdm | None = None
+
+    def update(self, done: int, total: int) -> None:
+        if self.bar is None:
+            self.bar = tqdm(desc=self.title, total=total, unit="B", unit_scale=True, file=sys.stderr)
+        self.bar.update(done - self.bar.n)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
-    bar: tqdm | None = None
-
-    def progress(done: int, total: int) -> None:
-        nonlocal bar
-        bar = bar or tqdm(desc=f"converting {options.source.name}", total=total, unit="B", unit_scale=True, file=sys.stderr)
-        bar.update(done - bar.n)
-
     try:
-        convert(
-            options.source,
-            options.target,
-            form=options.form,
-            dtype=DTYPE_NAMES[options.dtype] if options.dtype else None,
-            replace=options.force,
-            progress=progress,
-        )
+        with contextlib.closing(_Bar(f"converting {options.source.name}")) as bar:
+            convert(
+                options.source,
+                options.target,
+                form=options.form,
+                dtype=DTYPE_NAMES[options.dtype] if options.dtype else None,
+                replace=options.force,
+                progress=bar.update,
+            )
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        if bar is not None:
-            bar.close()
     return 0
 
 

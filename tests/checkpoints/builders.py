@@ -118,10 +118,8 @@ def raw_blocks(kind: GGMLQuantizationType, shape: tuple[int, ...], rng: np.rando
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block_size, block_bytes), np.uint8)
     scale = np.float16(0.01).tobytes()
-    at = {GGMLQuantizationType.Q6_K: (208,)}.get(kind, (0,))
-    if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
-        at = (0, 2)
-    for start in at:
+    places = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+    for start in places.get(kind.name, [0]):
         blocks[..., start : start + 2] = np.frombuffer(scale, np.uint8)
     return blocks.reshape(*shape[:-1], -1)
 

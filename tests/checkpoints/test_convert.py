@@ -175,7 +175,7 @@ def test_a_write_that_the_system_refuses_leaves_nothing(tmp_path: Path, form: st
         "import resource, sys; from checkpoints.convert import main; "
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", script, source, tmp_path / "out", "--format", form]
+    command: list[str | Path] = [sys.executable, "-c", script, source, tmp_path / "out", "--format", form]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 1, result.stderr
     # TensorStore's threads may still complain to Orbax's closed event loop before this line; that is theirs to mend.

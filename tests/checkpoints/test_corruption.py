@@ -22,9 +22,13 @@ from checkpoints.orbax import write_orbax
 from tests.checkpoints.builders import CONFIG, llama_shapes, random_tensors, read_all, tiny_gguf, tiny_hf
 
 # From the profile, so that quick runs stay quick.
-EXAMPLES = settings.default.max_examples
+EXAMPLES = settings().max_examples
 TOKENIZER = TokenizerFiles(tokenizer_json='{"model": {}}', chat_template="x", bos_token="<s>", add_bos=True)
-SMALL = {"a.weight": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.ones(5, np.float16), "s": np.zeros((), np.float32)}
+SMALL: dict[str, np.ndarray] = {
+    "a.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "b": np.ones(5, np.float16),
+    "s": np.zeros((), np.float32),
+}
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,12 @@ def test_an_orbax_directory_with_flipped_bytes_is_read_or_refused(
     flip(orbax_sample, tmp_path_factory.mktemp("flip") / "m", where, which, mask, count)
 
 
+def folder_with(path: Path, *names: str) -> None:
+    path.mkdir()
+    for name in names:
+        (path / name).touch()
+
+
 NOT_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda p: None, "no such file or directory; expected a GGUF file"),
     "empty file": (lambda p: p.write_bytes(b""), "not a GGUF file: it starts with b''"),
@@ -175,10 +185,10 @@ NOT_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "old version": (lambda p: p.write_bytes(b"GGUF\1\0\0\0" + bytes(99)), "versions 2 and 3, little-endian, .* version 1"),
     "big-endian": (lambda p: p.write_bytes(b"GGUF\0\0\0\3" + bytes(99)), "found a big-endian file"),
     "absurd counts": (lambda p: p.write_bytes(b"GGUF\3\0\0\0" + b"\xff" * 16 + bytes(99)), "truncated or corrupt: .* entries"),
-    "empty directory": (lambda p: p.mkdir(), "not a checkpoint: .* found an empty directory"),
-    "a directory of GGUFs": (lambda p: (p.mkdir(), (p / "x.gguf").touch()), r"holds GGUF files; pass one of them: x\.gguf"),
-    "pickles": (lambda p: (p.mkdir(), (p / "pytorch_model.bin").touch()), "holds PyTorch pickles"),
-    "something else": (lambda p: (p.mkdir(), (p / "README").touch()), "not a checkpoint: .* found README"),
+    "empty directory": (folder_with, "not a checkpoint: .* found an empty directory"),
+    "a directory of GGUFs": (lambda p: folder_with(p, "x.gguf"), r"holds GGUF files; pass one of them: x\.gguf"),
+    "pickles": (lambda p: folder_with(p, "pytorch_model.bin"), "holds PyTorch pickles"),
+    "something else": (lambda p: folder_with(p, "README"), "not a checkpoint: .* found README"),
 }
 
 

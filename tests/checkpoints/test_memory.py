@@ -64,7 +64,7 @@ def test_the_peak_stays_under_the_weights_plus_the_largest_tensor(
     tmp_path: Path, num_devices: int, form: str, dtype: type
 ) -> None:
     sizes = [24 * MIB] + [8 * MIB] * 11 if form == "plain" else [8 * MIB] * 12
-    tensors = {f"t{i:02}": np.ones((size // 4096, 1024), dtype) for i, size in enumerate(sizes)}
+    tensors: dict[str, np.ndarray] = {f"t{i:02}": np.ones((size // 4096, 1024), dtype) for i, size in enumerate(sizes)}
     path = tiny_hf(tmp_path / "model", tensors)
     del tensors
     environment = {

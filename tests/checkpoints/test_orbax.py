@@ -48,7 +48,11 @@ def test_what_is_written_is_read_back(tmp_path: Path, dtype: Any) -> None:
 
 
 def test_scalars_and_integers_come_back(tmp_path: Path) -> None:
-    tensors = {"s": np.float32(2.5).reshape(()), "i": np.arange(4, dtype=np.int8), "b": np.array([True, False])}
+    tensors: dict[str, np.ndarray] = {
+        "s": np.array(2.5, np.float32),
+        "i": np.arange(4, dtype=np.int8),
+        "b": np.array([True, False]),
+    }
     with open_checkpoint(write(tmp_path / "out", tensors)) as checkpoint:
         assert_same_arrays(read_all(checkpoint), tensors)
 
