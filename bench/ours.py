@@ -6,6 +6,7 @@ Owns how a workload becomes requests and how a run is timed. Knows no peers, lim
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,10 +38,16 @@ class Engine(Protocol):
 
 
 def build(config: ServeConfig) -> Engine:
-    """A warm engine. Imports JAX, so only whoever runs one pays for that."""
+    """A warm engine, with its progress on stderr. Imports JAX, so only whoever runs one pays for that."""
     from jaxserve.launch import build_engine
 
-    return build_engine(config)
+    return build_engine(config, progress=_show_tenths)
+
+
+def _show_tenths(stage: str, done: int, total: int) -> None:
+    """A dot for each tenth of a stage that is done, whatever it counts."""
+    if done * 10 // total != (done - 1) * 10 // total:
+        print("." if done < total else f". {stage} done", end="" if done < total else "\n", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
