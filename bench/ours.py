@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,13 +42,20 @@ def build(config: ServeConfig) -> Engine:
     """A warm engine, with its progress on stderr. Imports JAX, so only whoever runs one pays for that."""
     from jaxserve.launch import build_engine
 
-    return build_engine(config, progress=_show_tenths)
+    return build_engine(config, progress=_tenths())
 
 
-def _show_tenths(stage: str, done: int, total: int) -> None:
-    """A dot for each tenth of a stage that is done, whatever it counts."""
-    if done * 10 // total != (done - 1) * 10 // total:
-        print("." if done < total else f". {stage} done", end="" if done < total else "\n", file=sys.stderr, flush=True)
+def _tenths() -> Callable[[str, int, int], None]:
+    """Says on stderr each tenth of a stage that is done, whatever it counts."""
+    said: dict[str, int] = {}
+
+    def progress(stage: str, done: int, total: int) -> None:
+        tenth = done * 10 // total
+        if tenth > said.get(stage, 0):
+            said[stage] = tenth
+            print(f"{stage} {10 * tenth}%", end="\n" if done == total else "... ", file=sys.stderr, flush=True)
+
+    return progress
 
 
 @dataclass(frozen=True, slots=True)
