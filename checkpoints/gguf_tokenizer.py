@@ -1,19 +1,22 @@
 """A GGUF file's tokenizer metadata, written as a Hugging Face `tokenizer.json`.
 
-Owns the pre-tokenisers of the byte-level BPE vocabularies that it can reproduce exactly; others are refused by name. Builds
-text only: no tokenizer library is imported.
+Owns the pre-tokenisers of the byte-level BPE vocabularies that it can reproduce exactly, and SentencePiece's BPE; others are
+refused by name. Builds text only: no tokenizer library is imported.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from checkpoints.checkpoint import TokenizerFiles
 from checkpoints.gguf_metadata import GgufMetadata
 
 # Values of tokenizer.ggml.token_type.
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+# What SentencePiece writes for a space.
+SPACE = "\u2581"
 
 
 def _byte_level(*, split: bool) -> dict[str, Any]:
@@ -66,21 +69,18 @@ def tokenizer_from_metadata(metadata: GgufMetadata) -> TokenizerFiles | None:
     model = metadata.text("tokenizer.ggml.model")
     if model is None:
         return None
-    if model != "gpt2":
-        raise metadata.error("tokenizer.ggml.model", "'gpt2' (byte-level BPE), which alone is supported")
-    # Files from before the key existed meant GPT-2's pre-tokeniser, which is wrong for most models made since.
-    pre = metadata.text("tokenizer.ggml.pre")
-    if pre not in PRE_TOKENIZERS:
-        raise metadata.error("tokenizer.ggml.pre", f"one of those supported: {', '.join(sorted(PRE_TOKENIZERS))}")
+    if model not in MODELS:
+        raise metadata.error("tokenizer.ggml.model", f"one of those supported: {', '.join(sorted(MODELS))}")
+    build, adds_bos = MODELS[model]
     tokens = metadata.strings("tokenizer.ggml.tokens")
     bos = _token_text(metadata, "tokenizer.ggml.bos_token_id", tokens)
     add_bos = metadata.flag("tokenizer.ggml.add_bos_token")
     return TokenizerFiles(
-        tokenizer_json=json.dumps(_tokenizer_json(metadata, pre, tokens), ensure_ascii=False),
+        tokenizer_json=json.dumps(build(metadata, tokens), ensure_ascii=False),
         chat_template=metadata.text("tokenizer.chat_template"),
         bos_token=bos,
         eos_token=_token_text(metadata, "tokenizer.ggml.eos_token_id", tokens),
-        add_bos=bos is not None and (pre in ADD_BOS if add_bos is None else add_bos),
+        add_bos=bos is not None and (adds_bos(metadata) if add_bos is None else add_bos),
     )
 
 
@@ -89,28 +89,14 @@ def _token_text(metadata: GgufMetadata, key: str, tokens: list[str]) -> str | No
     return None if token_id is None else tokens[token_id]
 
 
-def _tokenizer_json(metadata: GgufMetadata, pre: str, tokens: list[str]) -> dict[str, Any]:
+def _byte_level_bpe(metadata: GgufMetadata, tokens: list[str]) -> dict[str, Any]:
+    pre = _pre_tokenizer_name(metadata)
     kinds = _token_kinds(metadata, len(tokens))
-    added = [
-        {
-            "id": token_id,
-            "content": tokens[token_id],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind == CONTROL,
-        }
-        for token_id, kind in enumerate(kinds)
-        if kind in (CONTROL, USER_DEFINED)
-    ]
-    # Unused ids pad the embedding to a round size; as entries they could be produced from their placeholder text.
-    vocabulary = {token: token_id for token_id, token in enumerate(tokens) if kinds[token_id] != UNUSED}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
+        "added_tokens": _added_tokens(tokens, kinds, {CONTROL}, {USER_DEFINED}),
         "normalizer": {"type": "NFC"} if pre in NFC else None,
         "pre_tokenizer": PRE_TOKENIZERS[pre],
         "post_processor": None,
@@ -124,12 +110,105 @@ def _tokenizer_json(metadata: GgufMetadata, pre: str, tokens: list[str]) -> dict
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": pre in IGNORE_MERGES,
-            "vocab": vocabulary,
+            "vocab": _vocabulary(tokens, kinds),
             "merges": metadata.strings("tokenizer.ggml.merges"),
         },
     }
 
 
+def _pre_tokenizer_name(metadata: GgufMetadata) -> str:
+    # Files from before the key existed meant GPT-2's pre-tokeniser, which is wrong for most models made since.
+    pre = metadata.text("tokenizer.ggml.pre")
+    if pre not in PRE_TOKENIZERS:
+        raise metadata.error("tokenizer.ggml.pre", f"one of those supported: {', '.join(sorted(PRE_TOKENIZERS))}")
+    return pre
+
+
+def _sentencepiece_bpe(metadata: GgufMetadata, tokens: list[str]) -> dict[str, Any]:
+    """As `transformers` converts a SentencePiece BPE model: merges follow from the scores, and bytes are the last resort."""
+    kinds = _token_kinds(metadata, len(tokens))
+    unknown = _token_text(metadata, "tokenizer.ggml.unknown_token_id", tokens)
+    prefix = [{"type": "Prepend", "prepend": SPACE}] if metadata.flag("tokenizer.ggml.add_space_prefix") is not False else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(tokens, kinds, {CONTROL, UNKNOWN}, {USER_DEFINED}),
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [*prefix, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}],
+        },
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *strip,
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": unknown,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": _vocabulary(tokens, kinds),
+            "merges": _merges_from_scores(metadata, tokens, kinds),
+        },
+    }
+
+
+def _merges_from_scores(metadata: GgufMetadata, tokens: list[str], kinds: list[int]) -> list[list[str]]:
+    """Every way to join two pieces into a third, best score first: what SentencePiece does by looking scores up."""
+    scores = metadata.numbers("tokenizer.ggml.scores", len(tokens))
+    if scores is None:
+        raise metadata.error("tokenizer.ggml.scores", f"an array of {len(tokens)} numbers")
+    ids = {token: token_id for token_id, token in enumerate(tokens) if kinds[token_id] == NORMAL}
+    merges = [
+        (-score, ids[token[:cut]], ids[token[cut:]], [token[:cut], token[cut:]])
+        for token, score in zip(tokens, scores.tolist(), strict=True)
+        if token in ids
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return [pair for *_, pair in sorted(merges, key=lambda merge: merge[:3])]
+
+
+def _added_tokens(tokens: list[str], kinds: list[int], special: set[int], plain: set[int]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": token_id,
+            "content": tokens[token_id],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind in special,
+        }
+        for token_id, kind in enumerate(kinds)
+        if kind in special or kind in plain
+    ]
+
+
+def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
+    # Unused ids pad the embedding to a round size; as entries they could be produced from their placeholder text.
+    return {token: token_id for token_id, token in enumerate(tokens) if kinds[token_id] != UNUSED}
+
+
 def _token_kinds(metadata: GgufMetadata, length: int) -> list[int]:
     kinds = metadata.numbers("tokenizer.ggml.token_type", length)
     return [NORMAL] * length if kinds is None else kinds.tolist()
+
+
+# tokenizer.ggml.model to what builds its tokenizer.json, and whether a file that does not say so adds the first token.
+MODELS: dict[str, tuple[Callable[[GgufMetadata, list[str]], dict[str, Any]], Callable[[GgufMetadata], bool]]] = {
+    "gpt2": (_byte_level_bpe, lambda metadata: metadata.text("tokenizer.ggml.pre") in ADD_BOS),
+    "llama": (_sentencepiece_bpe, lambda metadata: True),
+}

@@ -68,8 +68,9 @@ def test_the_demo_tokenizer_gives_any_text_back(demo: Tokenizer, text: str) -> N
     assert demo.decode(ids, skip_special_tokens=False) == text
 
 
-def test_gpt2_gets_llama_cpp_ids_on_its_test_vectors(shared: Path) -> None:
-    path = shared / "data" / "tokenizer-vectors" / "ggml-vocab-gpt-2.gguf"
+@pytest.mark.parametrize("name", ["gpt-2", "llama-spm", "phi-3"])
+def test_llama_cpps_test_vectors_get_its_ids(shared: Path, name: str) -> None:
+    path = shared / "data" / "tokenizer-vectors" / f"ggml-vocab-{name}.gguf"
     files = tokenizer_from_metadata(read_header(path).metadata)
     assert files is not None
     assert files.tokenizer_json is not None
@@ -78,7 +79,9 @@ def test_gpt2_gets_llama_cpp_ids_on_its_test_vectors(shared: Path) -> None:
     lines = path.with_suffix(".gguf.out").read_text().split("\n")
     assert len(texts) == len(lines) > 40
     for text, line in zip(texts, lines, strict=True):
-        assert tokenizer.encode(text).ids == [int(token_id) for token_id in line.split()], text
+        ids = [int(token_id) for token_id in line.split()]
+        assert tokenizer.encode(text).ids == ids, text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 def metadata(**changes: Any) -> GgufMetadata:
@@ -135,6 +138,48 @@ def test_qwen_normalises_and_llama_does_not() -> None:
     assert normaliser("llama-bpe") is None
 
 
+def sentencepiece(**changes: Any) -> Tokenizer:
+    tokens = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "a",
+        "b",
+        "ab",
+        "\u2581a",
+        "\u2581ab",
+        "<tool>",
+    ]
+    kinds = [2, 3] + [6] * 256 + [1] * 6 + [4]
+    scores = [0.0] * 258 + [-9.0, -9.0, -9.0, -1.0, -2.0, -3.0, 0.0]
+    defaults = {"model": "llama", "pre": None, "tokens": tokens, "token_type": np.array(kinds), "scores": np.array(scores)}
+    return built(**defaults | {"merges": None, "bos_token_id": 1, "eos_token_id": 1, "unknown_token_id": 0} | changes)
+
+
+def test_sentencepiece_joins_by_score_and_falls_back_to_bytes() -> None:
+    tokenizer = sentencepiece()
+    assert tokenizer.encode("ab").ids == [263]
+    assert tokenizer.encode("b é").ids == [258, 260, 258, 2 + 0xC3, 2 + 0xA9]
+    assert tokenizer.encode("<s>ab<tool>").ids == [1, 263, 264]
+    assert tokenizer.decode([263, 258, 2 + 0xC3, 2 + 0xA9]) == "ab é"
+
+
+def test_the_better_score_decides_which_pieces_join_first() -> None:
+    kinds = np.array([2, 3] + [6] * 256 + [1] * 5 + [5, 4])
+    bad, good = [-9.0] * 3, [0.0, 0.0]
+    whole_first = sentencepiece(token_type=kinds, scores=np.array([0.0] * 258 + [*bad, -1.0, -2.0, *good]))
+    space_first = sentencepiece(token_type=kinds, scores=np.array([0.0] * 258 + [*bad, -2.0, -1.0, *good]))
+    assert whole_first.encode("ab").ids == [258, 261]
+    assert space_first.encode("ab").ids == [262, 260]
+
+
+def test_sentencepiece_without_a_leading_space() -> None:
+    tokenizer = sentencepiece(add_space_prefix=False)
+    assert tokenizer.encode("ab").ids == [261]
+    assert tokenizer.decode([263]) == " ab"
+
+
 def test_control_tokens_are_special_user_defined_are_not_and_unused_do_not_exist() -> None:
     tokenizer = built()
     assert tokenizer.encode("<s>ab<tool>").ids == [0, 3, 5]
@@ -148,6 +193,7 @@ def test_control_tokens_are_special_user_defined_are_not_and_unused_do_not_exist
         ({}, False),
         ({"add_bos_token": True}, True),
         ({"pre": "llama-bpe"}, True),
+        ({"model": "llama", "scores": np.zeros(6)}, True),
         ({"pre": "llama-bpe", "add_bos_token": False}, False),
         ({"add_bos_token": True, "bos_token_id": None}, False),
     ],
@@ -165,7 +211,8 @@ def test_a_file_without_tokenizer_has_none() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, r"tokenizer\.ggml\.model must be .*'gpt2'.* found 'bert'"),
+        ({"model": "bert"}, r"tokenizer\.ggml\.model must be one of those supported: gpt2, llama, found 'bert'"),
+        ({"model": "llama"}, r"tokenizer\.ggml\.scores is missing"),
         ({"pre": "tekken"}, r"tokenizer\.ggml\.pre must be one of those supported: .*smollm.* found 'tekken'"),
         ({"pre": None}, r"tokenizer\.ggml\.pre is missing"),
         ({"tokens": 3}, r"tokenizer\.ggml\.tokens must be a list of strings, found 3"),

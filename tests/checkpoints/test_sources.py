@@ -347,15 +347,15 @@ def test_the_models_that_come_with_the_project_are_described_well() -> None:
         assert table["licence"]
 
 
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/x")
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("JAXSERVE_CACHE", "~/mine")
-    assert cache_dir() == Path("/home/x/mine")
+    assert cache_dir() == tmp_path / "mine"
     monkeypatch.delenv("JAXSERVE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert cache_dir() == Path("/xdg/jaxserve")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_dir() == Path("/home/x/.cache/jaxserve")
+    assert cache_dir() == tmp_path / ".cache" / "jaxserve"
 
 
 class Hub(types.ModuleType):
