@@ -2,7 +2,7 @@
 
 Owns the container format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), versions 2 and 3. Knows nothing of
 what keys or tensors mean. The `gguf` package's own reader makes several arrays for each of some 100,000 strings, which takes
-seconds, and answers a broken file with errors from inside NumPy; this one takes some 60 ms and checks every length.
+seconds, and answers a broken file with errors from inside NumPy; this one takes some 30 ms and checks every length.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ def _from_hub(name: str) -> Path:
         found = huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(HUB_FILES))
     # The client raises errors of its own, of its HTTP library and of the system, which share no base class.
     except Exception as error:
-        reason = str(error).strip().splitlines()
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise CheckpointError(
-            f"hf:{name}: cannot be downloaded: {type(error).__name__}: {reason[0] if reason else ''}. Check the name and the "
+            f"hf:{name}: cannot be downloaded: {type(error).__name__}: {reason}. Check the name and the "
             "network (HF_TOKEN for gated models, HF_ENDPOINT for a mirror); or, where there is a network, run "
             f"'hf download {repository} --local-dir DIR', copy DIR here and pass it"
         ) from error

