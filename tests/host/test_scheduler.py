@@ -411,6 +411,19 @@ class TestPreemption:
             driver.commit()
         assert list(driver.run()) == ["d", "b", "c"]
 
+    def test_several_are_preempted_if_one_does_not_free_enough(self):
+        limits = make_limits(num_pages=27, page_size=1, max_seqs=6, max_context=28)
+        driver = Driver(limits, prefill_chunk=4)
+        driver.add("a", 16)
+        others = [driver.add(name, 1) for name in "bcdef"]
+        for _ in range(3):
+            driver.step()
+        assert driver.scheduler.num_free_pages == 0
+        assert [len(seq.pages) for seq in others] == [3] * 5
+        # a's chunk wants 4 pages, so both youngest go; of their 6, the others take 2, and then d finds none.
+        assert list(driver.plan()) == ["s0", "s1", "s2"]
+        assert [seq.num_preemptions for seq in others] == [0, 0, 1, 1, 1]
+
     def test_a_more_important_one_that_waits_may_take_what_a_victim_leaves(self):
         driver = Driver(make_limits(num_pages=6, page_size=2, max_context=13))
         driver.add("a", 2)
