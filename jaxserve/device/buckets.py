@@ -44,16 +44,17 @@ def doubling(low: int, high: int) -> list[int]:
 def enumerate_buckets(limits: RunnerLimits) -> tuple[Bucket, ...]:
     """All buckets, cheapest first within each kind.
 
-    Decodes alone come in powers of two. Steps with chunks, whose cost the chunk dominates, have few or all places for
-    decodes. The last bucket holds `max_step_tokens` tokens in `max_seqs` rows of either kind, so every plan has a bucket.
+    Decodes alone come in powers of two. Steps with chunks, whose cost the chunk dominates, have places for all decodes:
+    an empty place costs one column of the products and no attention, and each bucket more costs seconds of warm-up. The
+    last bucket holds `max_step_tokens` tokens in `max_seqs` rows of either kind, so every plan has a bucket.
     """
     seqs, tokens = limits.max_seqs, limits.max_step_tokens
     decode_only = [Bucket(0, 0, size) for size in doubling(1, seqs)]
     mixed: list[Bucket] = []
     for chunk in doubling(min(16, tokens), tokens):
         rows = seqs if chunk == tokens else min(seqs, max(2, chunk // TOKENS_PER_CHUNK_ROW))
-        mixed.extend(Bucket(chunk, rows, single) for single in sorted({max(1, seqs // 8), seqs}))
-    return (*decode_only, *sorted(mixed))
+        mixed.append(Bucket(chunk, rows, seqs))
+    return (*decode_only, *mixed)
 
 
 def choose_bucket(buckets: tuple[Bucket, ...], num_single: int, chunk_tokens: int, chunk_rows: int) -> Bucket:

@@ -5,8 +5,8 @@ it. Logits are `[vocabulary, rows]`, as the model's last product leaves them.
 
 What the filters keep, in order: `min_p` keeps tokens whose probability is at least that fraction of the most likely one's;
 `top_k` the k most likely; `top_p` the most likely of those whose renormalised probabilities first sum to p. Tokens as
-likely as the last one kept are kept too. The draw depends on the row's seed, its position and its own logits alone, so a
-sequence samples the same tokens in any batch.
+likely as the last one kept are kept too. The draw is the inverse of the running sum at the row's uniform number, which the
+host makes of seed and position (`pack.uniform`); so a sequence samples the same tokens in any batch.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def draw(logits: Float[Array, "R V"], rows: RowParams) -> Int[Array, " R"]:
     weights = jnp.where(weights >= rows.min_p[:, None], weights, 0.0)
     filtered = jnp.any(rows.sample & ((rows.top_k > 0) | (rows.top_p < 1)))
     weights = lax.cond(filtered, lambda w: keep_top_p(keep_top_k(w, rows.top_k), rows.top_p), lambda w: w, weights)
-    return _inverse_cdf(weights, _uniform(rows))
+    return _inverse_cdf(weights, rows.uniform)
 
 
 def keep_top_k(weights: Float[Array, "R V"], top_k: Int[Array, " R"]) -> Float[Array, "R V"]:
@@ -165,16 +165,6 @@ def _largest_threshold(enough: Callable[[Array], Array]) -> Float[Array, " R"]:
     return lax.bitcast_convert_type(low, jnp.float32)
 
 
-def _uniform(rows: RowParams) -> Float[Array, " R"]:
-    """One number in [0, 1) for each row, of its seed and position alone."""
-
-    def one(seed: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.uniform(key)
-
-    return jax.vmap(one)(rows.seed, rows.next_position)
-
-
 def _inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, " R"]) -> Int[Array, " R"]:
     """The token where the running sum of weights passes `uniform` of the whole: first the block of 256, then within it, so
     that the sums stay short. Never a token of weight 0."""
@@ -182,13 +172,20 @@ def _inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, " R"]) -> I
     blocks = -(-vocab // _CDF_BLOCK)
     weights = jnp.pad(weights, ((0, 0), (0, blocks * _CDF_BLOCK - vocab))).reshape(num_rows, blocks, _CDF_BLOCK)
     sums = weights.sum(axis=-1)
-    running = jnp.cumsum(sums, axis=-1)
+    running = _running_sum(sums)
     target = uniform * running[:, -1]
     block = _first_past(running, target, sums)
     row = jnp.arange(num_rows)
     before = jnp.where(block > 0, running[row, block - 1], 0.0)
     inside = weights[row, block]
-    return block * _CDF_BLOCK + _first_past(jnp.cumsum(inside, axis=-1), target - before, inside)
+    return block * _CDF_BLOCK + _first_past(_running_sum(inside), target - before, inside)
+
+
+def _running_sum(x: Float[Array, "R n"]) -> Float[Array, "R n"]:
+    """Cumulative sum as a product with a triangle: short to compile everywhere, and no slower at these sizes."""
+    size = x.shape[1]
+    triangle = (jnp.arange(size)[:, None] <= jnp.arange(size)[None, :]).astype(x.dtype)
+    return jnp.matmul(x, triangle, precision="highest")
 
 
 def _first_past(running: Float[Array, "R n"], target: Float[Array, " R"], weights: Float[Array, "R n"]) -> Int[Array, " R"]:

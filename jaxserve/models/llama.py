@@ -5,6 +5,7 @@ Owns its parameters and their forward pass over one step's batch. Runs inside `s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxserve.models.layers import embed, linear, psum, rms_norm, rotary_frequen
 from jaxserve.models.params import ParamSpec
 from jaxserve.models.sharding import TENSOR
 from pallas_kernels.kv_update import kv_update
-from pallas_kernels.paged_attention import Impl, paged_attention
+from pallas_kernels.paged_attention import Impl, paged_attention, schedule
 
 IGNORED_TENSORS = ("*.rotary_emb.inv_freq", "*.attention.masked_bias", "*.attention.bias")
 
@@ -128,13 +129,20 @@ def forward(
     frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     angles = frequencies[:, None] * batch.positions.astype(jnp.float32)[None, :]
     rotary = jnp.cos(angles), jnp.sin(angles)
+    work = schedule(
+        batch.block_table,
+        batch.row_offsets,
+        batch.lengths,
+        num_tokens=batch.token_ids.shape[0],
+        num_single=num_single,
+        page_size=pools[0].shape[2],
+        impl=attention_impl,
+    )
     x = embed(params.embedding, batch.token_ids, TENSOR)
     new_pools = []
     for layer, pool in zip(params.layers, pools, strict=True):
-        attended, pool = _attention(layer, pool, x, rotary, batch, config, num_single, attention_impl)
+        x, pool = _block(layer, pool, x, rotary, batch, work, config, attention_impl)
         new_pools.append(pool)
-        x = x + attended
-        x = x + _mlp(layer, x, config)
     x = x.at[:, batch.last_token].get(mode="promise_in_bounds")  # [E, R]
     x = rms_norm(x, params.final_norm, config.rms_norm_eps)
     head = params.embedding if params.lm_head is None else params.lm_head
@@ -144,14 +152,32 @@ def forward(
     return logits[: config.vocab_size], tuple(new_pools)
 
 
+# Traced once for all layers. The compiler inlines it, and the layers stay unrolled: a scan over stacked weights copies each
+# layer's slice before use, which on CPU doubles the bytes of a decode.
+@partial(jax.jit, static_argnames=("config", "impl"))
+def _block(
+    layer: LlamaLayer,
+    pool: Float[Array, "P K B 2*D"],
+    x: Float[Array, "E T"],
+    rotary: tuple[Float[Array, "D/2 T"], Float[Array, "D/2 T"]],
+    batch: StepBatch,
+    work: Any,
+    config: ModelConfig,
+    impl: Impl,
+) -> tuple[Float[Array, "E T"], Float[Array, "P K B 2*D"]]:
+    attended, pool = _attention(layer, pool, x, rotary, batch, work, config, impl)
+    x = x + attended
+    return x + _mlp(layer, x, config), pool
+
+
 def _attention(
     layer: LlamaLayer,
     pool: Float[Array, "P K B 2*D"],
     x: Float[Array, "E T"],
     rotary: tuple[Float[Array, "D/2 T"], Float[Array, "D/2 T"]],
     batch: StepBatch,
+    work: Any,
     config: ModelConfig,
-    num_single: int,
     impl: Impl,
 ) -> tuple[Float[Array, "E T"], Float[Array, "P K B 2*D"]]:
     heads, parts, dim, hidden = layer.qkv.shape
@@ -165,11 +191,8 @@ def _attention(
     attended = paged_attention(
         queries.transpose(3, 0, 1, 2).reshape(tokens, -1, dim),
         pool,
-        batch.block_table,
-        batch.row_offsets,
-        batch.lengths,
+        work,
         scale=dim**-0.5,
-        num_single=num_single,
         impl=impl,
     )
     out = psum(linear(layer.output.reshape(hidden, -1), attended.reshape(tokens, -1).T), TENSOR)

@@ -20,5 +20,8 @@ def kv_update(
 
     A page id of `P` or more drops the token: that is how padding is written nowhere. No two real tokens share a place.
     """
-    rows = jnp.concatenate([keys, values], axis=-1).astype(pages.dtype)
+    # Pads and a sum instead of a concatenation: XLA's CPU backend compiles each concatenation anew, 0.15 s a layer.
+    dim = keys.shape[-1]
+    rows = jnp.pad(keys, ((0, 0), (0, 0), (0, dim))) + jnp.pad(values, ((0, 0), (0, 0), (dim, 0)))
+    rows = rows.astype(pages.dtype)
     return pages.at[page_ids, :, page_offsets].set(rows, mode="drop")

@@ -6,11 +6,13 @@ A step holds rows, one per sequence. Row `s` owns the tokens `[row_offsets[s], r
 `lengths[s]` tokens, whose K and V are already in the pool; a row of length 0 is padding, and so are its tokens. A prefill
 chunk and a decode are rows with another count. Each of the first `num_single` rows owns one token, row `s` token `s`: a
 static promise that lets an implementation treat decodes apart from chunks without looking.
+
+What depends on the rows alone is computed once a step, by `schedule`, and serves all layers.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtyping import Array, Float, Int
 
@@ -18,18 +20,45 @@ from pallas_kernels.paged_attention import reference, xla
 
 Impl = Literal["reference", "xla"]
 
+_SCHEDULES = {"reference": reference.schedule, "xla": xla.schedule}
 _IMPLS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+
+
+def schedule(
+    block_table: Int[Array, "S W"],
+    row_offsets: Int[Array, "S+1"],
+    lengths: Int[Array, " S"],
+    *,
+    num_tokens: int,
+    num_single: int,
+    page_size: int,
+    impl: Impl,
+) -> Any:
+    """Lay out a step's work for `paged_attention`.
+
+    Args:
+        block_table: page ids of each row in position order; entries past `ceil(length / B)` are ignored.
+        row_offsets: non-decreasing; `s` for the rows `s <= num_single`. Tokens at or past the last offset are padding.
+        lengths: tokens of the sequence, this step's included, so at least the row's token count; 0 for padding rows.
+        num_tokens: `T`.
+        num_single: leading rows that own one token each.
+        page_size: `B`.
+        impl: "reference" is the definition, "xla" the fast path where there is no Pallas kernel.
+
+    Returns:
+        A pytree that only the same `impl` reads.
+    """
+    return _SCHEDULES[impl](
+        block_table, row_offsets, lengths, num_tokens=num_tokens, num_single=num_single, page_size=page_size
+    )
 
 
 def paged_attention(
     queries: Float[Array, "T N D"],
     pages: Float[Array, "P K B 2*D"],
-    block_table: Int[Array, "S W"],
-    row_offsets: Int[Array, "S+1"],
-    lengths: Int[Array, " S"],
+    work: Any,
     *,
     scale: float,
-    num_single: int,
     impl: Impl,
 ) -> Float[Array, "T N D"]:
     """Attend each token to its sequence's positions up to and including its own.
@@ -37,14 +66,10 @@ def paged_attention(
     Args:
         queries: rotated queries; query head `n` reads KV head `n // (N // K)`.
         pages: one layer's pool, K in the first `D` of the last axis and V in the rest.
-        block_table: page ids of each row in position order; entries past `ceil(length / B)` are ignored.
-        row_offsets: non-decreasing; `s` for the rows `s <= num_single`. Tokens at or past the last offset are padding.
-        lengths: tokens of the sequence, this step's included, so at least the row's token count; 0 for padding rows.
+        work: what `schedule` made of the step's rows for the same `impl`.
         scale: multiplies the scores.
-        num_single: leading rows that own one token each.
-        impl: "reference" is the definition, "xla" the fast path where there is no Pallas kernel.
 
     Returns:
         Attention outputs in the dtype of `queries`. Outputs of padding tokens are finite and otherwise unspecified.
     """
-    return _IMPLS[impl](queries, pages, block_table, row_offsets, lengths, scale=scale, num_single=num_single)
+    return _IMPLS[impl](queries, pages, work, scale=scale)

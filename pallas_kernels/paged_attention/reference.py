@@ -4,34 +4,52 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 
-def paged_attention(
-    queries: Float[Array, "T N D"],
-    pages: Float[Array, "P K B 2*D"],
+@struct.dataclass
+class Rows:
+    """The rows as they are."""
+
+    block_table: Int[Array, "S W"]
+    row_offsets: Int[Array, "S+1"]
+    lengths: Int[Array, " S"]
+
+
+def schedule(
     block_table: Int[Array, "S W"],
     row_offsets: Int[Array, "S+1"],
     lengths: Int[Array, " S"],
     *,
-    scale: float,
+    num_tokens: int,
     num_single: int,
+    page_size: int,
+) -> Rows:
+    """See `pallas_kernels.paged_attention.schedule`. Nothing to lay out."""
+    del num_tokens, num_single, page_size
+    return Rows(block_table, row_offsets, lengths)
+
+
+def paged_attention(
+    queries: Float[Array, "T N D"], pages: Float[Array, "P K B 2*D"], work: Rows, *, scale: float
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`. Padding tokens give zeros."""
-    del num_single
     num_tokens, num_heads, head_dim = queries.shape
     _, num_kv_heads, page_size, _ = pages.shape
-    num_rows, width = block_table.shape
+    num_rows, width = work.block_table.shape
 
     token = jnp.arange(num_tokens)
-    row = jnp.sum(token[:, None] >= row_offsets[None, 1:], axis=1)  # [T]
+    row = jnp.sum(token[:, None] >= work.row_offsets[None, 1:], axis=1)  # [T]
     in_row = row < num_rows
     row = jnp.minimum(row, num_rows - 1)
-    real = in_row & (lengths[row] > 0)
+    real = in_row & (work.lengths[row] > 0)
     # The row's last token sits at position length - 1.
-    position = lengths[row] - (row_offsets[row + 1] - token)
+    position = work.lengths[row] - (work.row_offsets[row + 1] - token)
 
-    kv = pages[block_table].astype(jnp.float32)  # [S, W, K, B, 2D]
+    ignored = jnp.arange(width)[None, :] * page_size >= work.lengths[:, None]
+    table = jnp.where(ignored, 0, work.block_table)
+    kv = pages[table].astype(jnp.float32)  # [S, W, K, B, 2D]
     kv = kv.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, width * page_size, 2 * head_dim)[row]
     grouped = queries.astype(jnp.float32).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = scale * jnp.einsum("tkgd,tkcd->tkgc", grouped, kv[..., :head_dim], precision="highest")

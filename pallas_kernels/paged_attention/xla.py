@@ -16,6 +16,7 @@ beat slicing K out of the row.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -26,29 +27,99 @@ CHUNK_BLOCK = 128
 MASKED = -1e30
 
 
-def paged_attention(
-    queries: Float[Array, "T N D"],
-    pages: Float[Array, "P K B 2*D"],
+@struct.dataclass
+class DecodeWork:
+    """The flat list of items, padded to whole turns.
+
+    Attributes:
+        num_items: how many are real.
+        row: each item's row; `S` past the end.
+        visible: positions of the block that the row may see.
+        page_ids: pages of the block, 0 in place of those past the row's length.
+    """
+
+    num_items: Int[Array, ""]
+    row: Int[Array, " I"]
+    visible: Int[Array, " I"]
+    page_ids: Int[Array, "I pages_per_block"]
+    num_rows: int = struct.field(pytree_node=False)
+    items_per_turn: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class ChunkWork:
+    """The list of query tiles, padded.
+
+    Attributes:
+        num_tiles: how many are real.
+        row: each tile's row.
+        first: its first token among the chunk tokens.
+        position: that token's position.
+        length: the row's length.
+        page_ids: each row's block table in blocks of pages.
+    """
+
+    num_tiles: Int[Array, ""]
+    row: Int[Array, " tiles"]
+    first: Int[Array, " tiles"]
+    position: Int[Array, " tiles"]
+    length: Int[Array, " tiles"]
+    page_ids: Int[Array, "S blocks pages_per_block"]
+    tile: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class Work:
+    """A step's decodes and chunks; either may be absent."""
+
+    decode: DecodeWork | None
+    chunks: ChunkWork | None
+
+
+def schedule(
     block_table: Int[Array, "S W"],
     row_offsets: Int[Array, "S+1"],
     lengths: Int[Array, " S"],
     *,
-    scale: float,
+    num_tokens: int,
     num_single: int,
+    page_size: int,
+) -> Work:
+    """See `pallas_kernels.paged_attention.schedule`."""
+    page = jnp.arange(block_table.shape[1])[None, :]
+    # Ids past a row's length are never trusted: they read page 0, masked.
+    table = jnp.where(page * page_size < lengths[:, None], block_table, 0)
+    decode = chunks = None
+    if num_single:
+        decode = _schedule_decode(table[:num_single], lengths[:num_single], page_size)
+    if num_tokens > num_single:
+        offsets = row_offsets[num_single:] - num_single
+        chunks = _schedule_chunks(table[num_single:], offsets, lengths[num_single:], num_tokens - num_single, page_size)
+    return Work(decode=decode, chunks=chunks)
+
+
+def paged_attention(
+    queries: Float[Array, "T N D"], pages: Float[Array, "P K B 2*D"], work: Work, *, scale: float
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = pages.shape[1]
-    grouped = (queries.astype(jnp.float32) * scale).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    group = num_heads // num_kv_heads
+    grouped = (queries.astype(jnp.float32) * scale).reshape(num_tokens, num_kv_heads, group, head_dim)
     outputs = []
-    if num_single:
-        outputs.append(_decode(grouped[:num_single], pages, block_table[:num_single], lengths[:num_single]))
-    if num_tokens > num_single:
-        chunks = grouped[num_single:]
-        offsets = row_offsets[num_single:] - num_single
-        outputs.append(_chunks(chunks, pages, block_table[num_single:], offsets, lengths[num_single:]))
+    num_single = work.decode.num_rows if work.decode is not None else 0
+    if work.decode is not None:
+        outputs.append(_decode(grouped[:num_single], pages, work.decode))
+    if work.chunks is not None:
+        outputs.append(_chunks(grouped[num_single:], pages, work.chunks))
     out = jnp.concatenate(outputs) if len(outputs) > 1 else outputs[0]
     return out.reshape(num_tokens, num_heads, head_dim).astype(queries.dtype)
+
+
+def _blocked_table(table: Int[Array, "S W"], per_block: int) -> Int[Array, "S blocks pages_per_block"]:
+    num_rows, width = table.shape
+    blocks = -(-width // per_block)
+    return jnp.pad(table, ((0, 0), (0, blocks * per_block - width))).reshape(num_rows, blocks, per_block)
 
 
 def _gather_blocks(pages: Float[Array, "P K B D2"], page_ids: Int[Array, "I pages_per_block"]) -> Float[Array, "I K block D2"]:
@@ -61,113 +132,112 @@ def _gather_blocks(pages: Float[Array, "P K B D2"], page_ids: Int[Array, "I page
     return lax.optimization_barrier(blocks).astype(jnp.float32)
 
 
-def _padded_table(block_table: Int[Array, "S W"], per_block: int) -> Int[Array, "S blocks pages_per_block"]:
-    """The table in blocks of `per_block` pages. Ids past a row's length are never trusted: they read page 0, masked."""
-    num_rows, width = block_table.shape
-    blocks = -(-width // per_block)
-    return jnp.pad(block_table, ((0, 0), (0, blocks * per_block - width))).reshape(num_rows, blocks, per_block)
-
-
-def _trusted_ids(page_ids: Int[Array, "I n"], first: Int[Array, " I"], length: Int[Array, " I"], page_size: int) -> Array:
-    """Page ids of blocks that start at page `first`, with 0 in place of pages past `length` positions."""
-    index = first[:, None] + jnp.arange(page_ids.shape[1])
-    return jnp.where(index * page_size < length[:, None], page_ids, 0)
-
-
-def _decode(
-    queries: Float[Array, "S K G D"],
-    pages: Float[Array, "P K B D2"],
-    block_table: Int[Array, "S W"],
-    lengths: Int[Array, " S"],
-) -> Float[Array, "S K G D"]:
-    """One query a row; rows of length 0 give zeros."""
-    num_rows, num_kv_heads, group, head_dim = queries.shape
-    page_size = pages.shape[2]
+def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_size: int) -> DecodeWork:
+    num_rows = table.shape[0]
     per_block = max(1, DECODE_BLOCK // page_size)
     block = per_block * page_size
-    table = _padded_table(block_table, per_block)
-    queries = jnp.concatenate([queries, jnp.zeros_like(queries)], axis=-1)
-
-    num_blocks = -(-lengths // block)  # [S]
-    ends = jnp.cumsum(num_blocks)
-    num_items = ends[-1]
+    blocked = _blocked_table(table, per_block)
     per_turn = min(16, max(4, num_rows))
+    max_items = -(-num_rows * blocked.shape[1] // per_turn) * per_turn
+
+    num_blocks = -(-lengths // block)
+    ends = jnp.cumsum(num_blocks)
+    item = jnp.arange(max_items)
+    row = jnp.sum(item[:, None] >= ends[None, :], axis=1)  # [I]; S past the end
+    safe_row = jnp.minimum(row, num_rows - 1)
+    index = jnp.where(row < num_rows, item - (ends - num_blocks)[safe_row], 0)
+    return DecodeWork(
+        num_items=ends[-1],
+        row=row,
+        visible=jnp.where(row < num_rows, lengths[safe_row] - index * block, 0),
+        page_ids=blocked[safe_row, index],
+        num_rows=num_rows,
+        items_per_turn=per_turn,
+    )
+
+
+def _decode(queries: Float[Array, "S K G D"], pages: Float[Array, "P K B D2"], work: DecodeWork) -> Float[Array, "S K G D"]:
+    """One query a row; rows of length 0 give zeros."""
+    num_rows, num_kv_heads, group, head_dim = queries.shape
+    per_turn = work.items_per_turn
+    block = work.page_ids.shape[1] * pages.shape[2]
+    queries = jnp.pad(queries, ((0, 1), (0, 0), (0, 0), (0, head_dim)))  # zeros for row S and where V lies
 
     def turn(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        first_item, best, total, out = carry
-        item = first_item + jnp.arange(per_turn)
-        row = jnp.sum(item[:, None] >= ends[None, :], axis=1)  # [I]; num_rows where the list is over
-        real = row < num_rows
-        row = jnp.minimum(row, num_rows - 1)
-        index = jnp.where(real, item - (ends[row] - num_blocks[row]), 0)
-        length = jnp.where(real, lengths[row], 0)
+        item, best, total, out = carry
+        row = lax.dynamic_slice_in_dim(work.row, item, per_turn)
+        visible = lax.dynamic_slice_in_dim(work.visible, item, per_turn)
+        blocks = _gather_blocks(pages, lax.dynamic_slice_in_dim(work.page_ids, item, per_turn))  # [I, K, block, 2D]
+        picked = queries.at[row].get(mode="promise_in_bounds")
+        scores = jnp.einsum("ikgd,ikcd->ikgc", picked, blocks, precision="highest")
+        seen = jnp.arange(block)[None, :] < visible[:, None]  # [I, block]
+        scores = jnp.where(seen[:, None, None, :], scores, MASKED)
 
-        page_ids = _trusted_ids(table[row, index], index * per_block, length, page_size)
-        blocks = _gather_blocks(pages, page_ids)  # [I, K, block, 2D]
-        scores = jnp.einsum("ikgd,ikcd->ikgc", queries[row], blocks, precision="highest")
-        visible = index[:, None] * block + jnp.arange(block) < length[:, None]  # [I, block]
-        scores = jnp.where(visible[:, None, None, :], scores, MASKED)
-
-        owns = (jnp.arange(num_rows)[:, None] == row[None, :]) & real[None, :]  # [S, I]
+        owns = jnp.arange(num_rows + 1)[:, None] == row[None, :]  # [S+1, I]
         item_best = scores.max(axis=-1)  # [I, K, G]
         new_best = jnp.maximum(best, jnp.max(jnp.where(owns[:, :, None, None], item_best[None], MASKED), axis=1))
-        # Against the row's own maximum, so that items of one row simply add up. A masked score is then exp(-1e30) = 0,
-        # but for an item past the list's end, which no row owns.
-        weights = jnp.exp(scores - new_best[row][..., None])
+        # Against the row's own maximum, so that items of one row simply add up.
+        weights = jnp.exp(scores - new_best.at[row].get(mode="promise_in_bounds")[..., None])
         values = jnp.einsum("ikgc,ikcd->ikgd", weights, blocks, precision="highest")[..., head_dim:]
         share = owns.astype(jnp.float32)
         shrink = jnp.exp(best - new_best)
         total = total * shrink + jnp.tensordot(share, weights.sum(axis=-1), 1, precision="highest")
         out = out * shrink[..., None] + jnp.tensordot(share, values, 1, precision="highest")
-        return first_item + per_turn, new_best, total, out
+        return item + per_turn, new_best, total, out
 
-    state = (num_rows, num_kv_heads, group)
+    # Row S takes what items past the list's end give.
+    state = (num_rows + 1, num_kv_heads, group)
     start = (
         jnp.int32(0),
         jnp.full(state, MASKED, jnp.float32),
         jnp.zeros(state, jnp.float32),
         jnp.zeros((*state, head_dim), jnp.float32),
     )
-    _, _, total, out = lax.while_loop(lambda carry: carry[0] < num_items, turn, start)
-    return out / jnp.where(total > 0, total, 1.0)[..., None]
+    _, _, total, out = lax.while_loop(lambda carry: carry[0] < work.num_items, turn, start)
+    return (out / jnp.where(total > 0, total, 1.0)[..., None])[:num_rows]
 
 
-def _chunks(
-    queries: Float[Array, "T K G D"],
-    pages: Float[Array, "P K B D2"],
-    block_table: Int[Array, "S W"],
-    row_offsets: Int[Array, "S+1"],
-    lengths: Int[Array, " S"],
-) -> Float[Array, "T K G D"]:
+def _schedule_chunks(
+    table: Int[Array, "S W"], offsets: Int[Array, "S+1"], lengths: Int[Array, " S"], num_tokens: int, page_size: int
+) -> ChunkWork:
+    num_rows = table.shape[0]
+    tile = min(CHUNK_TILE, num_tokens)
+    max_tiles = num_tokens // tile + num_rows
+    num_tiles = -(-(offsets[1:] - offsets[:-1]) // tile)
+    ends = jnp.cumsum(num_tiles)
+    index = jnp.arange(max_tiles)
+    row = jnp.minimum(jnp.sum(index[:, None] >= ends[None, :], axis=1), num_rows - 1)
+    first = offsets[row] + (index - (ends - num_tiles)[row]) * tile
+    return ChunkWork(
+        num_tiles=ends[-1],
+        row=row,
+        first=first,
+        position=lengths[row] - (offsets[row + 1] - first),
+        length=lengths[row],
+        page_ids=_blocked_table(table, max(1, CHUNK_BLOCK // page_size)),
+        tile=tile,
+    )
+
+
+def _chunks(queries: Float[Array, "T K G D"], pages: Float[Array, "P K B D2"], work: ChunkWork) -> Float[Array, "T K G D"]:
     """Rows of any count."""
     num_tokens, num_kv_heads, group, head_dim = queries.shape
-    num_rows = block_table.shape[0]
-    page_size = pages.shape[2]
-    tile = min(CHUNK_TILE, num_tokens)
-    per_block = max(1, CHUNK_BLOCK // page_size)
-    block = per_block * page_size
-    table = _padded_table(block_table, per_block)
-
-    counts = row_offsets[1:] - row_offsets[:-1]
-    num_tiles = -(-counts // tile)
-    ends = jnp.cumsum(num_tiles)
+    tile = work.tile
+    block = work.page_ids.shape[2] * pages.shape[2]
     # [K, T, G, D], with room for the last tile to run over: what it writes there is cut off.
     queries = jnp.pad(queries, ((0, tile), (0, 0), (0, 0), (0, 0))).transpose(1, 0, 2, 3)
 
     def one_tile(index: Array, out: Array) -> Array:
-        row = jnp.minimum(jnp.sum(index >= ends), num_rows - 1)
-        first = row_offsets[row] + (index - (ends[row] - num_tiles[row])) * tile
-        # Position of the tile's first token; tokens past the row's end belong to later tiles, which overwrite them.
-        position = lengths[row] - (row_offsets[row + 1] - first)
-        last = jnp.minimum(position + tile, lengths[row])
+        row, first, position, length = work.row[index], work.first[index], work.position[index], work.length[index]
+        # Tokens past the row's end belong to later tiles, which overwrite what this one gives them.
+        last = jnp.minimum(position + tile, length)
         tile_queries = lax.dynamic_slice_in_dim(queries, first, tile, axis=1)
         tile_queries = tile_queries.reshape(num_kv_heads, tile * group, head_dim)
         positions = position + jnp.arange(tile * group) // group  # [tile*G]
 
         def one_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             best, total, acc = carry
-            page_ids = _trusted_ids(table[row, number][None], (number * per_block)[None], lengths[row][None], page_size)
-            kv = _gather_blocks(pages, page_ids)[0]  # [K, block, 2D]
+            kv = _gather_blocks(pages, work.page_ids[row, number][None])[0]  # [K, block, 2D]
             scores = jnp.einsum("kqd,kcd->kqc", tile_queries, kv[..., :head_dim], precision="highest")
             visible = number * block + jnp.arange(block)[None, :] <= positions[:, None]
             scores = jnp.where(visible[None], scores, MASKED)
@@ -188,5 +258,5 @@ def _chunks(
         tile_out = (acc / total[..., None]).reshape(num_kv_heads, tile, group, head_dim)
         return lax.dynamic_update_slice_in_dim(out, tile_out, first, axis=1)
 
-    out = lax.fori_loop(0, ends[-1], one_tile, jnp.zeros_like(queries))
+    out = lax.fori_loop(0, work.num_tiles, one_tile, jnp.zeros_like(queries))
     return out[:, :num_tokens].transpose(1, 0, 2, 3)
