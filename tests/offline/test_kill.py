@@ -40,19 +40,18 @@ def write_work(runs: Runs) -> None:
 def start(
     runs: Runs, log: Path, *, step_seconds: float = STEP_SECONDS, limit_bytes: int | None = None
 ) -> subprocess.Popen[str]:
-    def limit() -> None:
-        if limit_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-
     argv = ["--model", "toy", "--input", str(runs.input), "--output", str(runs.output), "--max-seqs", "4"]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.offline.child", str(step_seconds), str(log), *argv],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=limit,
     )
+    if limit_bytes is not None:
+        # Long before it writes. A `preexec_fn` would fork, which JAX, loaded by other tests, warns about.
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    return process
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
