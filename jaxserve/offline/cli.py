@@ -33,6 +33,8 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_SOME_LINES_FAILED = 3
+EXIT_SIGNALLED = 128
+"""Plus the signal's number, as shells have it."""
 
 FORMATS = {"jsonl": parse_json_line, "text": parse_text_line}
 
@@ -49,7 +51,7 @@ prompt, the text, the finish reason and the usage. A line that is wrong gives an
 
 While the run goes on, results are appended to OUTPUT.partial as they finish. At the end OUTPUT appears, in the order of
 the input. Run the same command again after a kill and it carries on: what is done is not done again, and OUTPUT comes
-out as if nothing had happened.
+out as if nothing had happened (but for the last digits of log probabilities, which depend on what runs at once).
 """
 EPILOG = """\
 exit codes:
@@ -69,7 +71,7 @@ class _Stopped(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.exit_code = 128 + number
+        self.exit_code = EXIT_SIGNALLED + number
 
 
 def main(argv: Sequence[str] | None = None, *, build_engine: BuildEngine | None = None) -> int:

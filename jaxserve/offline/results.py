@@ -2,6 +2,7 @@
 
 Owns the output's two shapes. Fields of bodies are the server's schema's business, so nothing is parsed twice. Everything in
 a result follows from the run and the line, so that a run which was killed and resumed gives the bytes of one that was not.
+The exception is log probabilities, if asked for: their last digits depend on which requests share a step.
 """
 
 from __future__ import annotations
