@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,11 +131,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_percent=st.sampled_from([5, 10, 20, 40]),
         output_percent=st.sampled_from([60, 40, 20]),
         params=params_strategy,
+        priorities=st.sampled_from([(0,), (1, 0), (1, -1, 0)]),
     )
-    def add_several(self, count: int, prompt_percent: int, output_percent: int, params: SamplingParams) -> None:
-        """Alike, and long enough to fill the pool together."""
-        for request_id in [str(i) for i in range(10) if str(i) not in self.live][:count]:
-            self.add_request(request_id, prompt_percent, output_percent, 0, params, 0)
+    def add_several(
+        self, count: int, prompt_percent: int, output_percent: int, params: SamplingParams, priorities: tuple[int, ...]
+    ) -> None:
+        """Alike but for priorities, and long enough to fill the pool together."""
+        free_ids = [str(i) for i in range(10) if str(i) not in self.live]
+        for request_id, priority in zip(free_ids[:count], itertools.cycle(priorities), strict=False):
+            self.add_request(request_id, prompt_percent, output_percent, 0, params, priority)
 
     @rule(request_id=request_ids)
     def abort(self, request_id: str) -> None:
