@@ -134,7 +134,7 @@ def keep_top_k(weights: Float[Array, "R V"], top_k: Int[Array, " R"]) -> Float[A
     def enough(threshold: Float[Array, " R"]) -> Bool[Array, " R"]:
         return jnp.sum(weights >= threshold[:, None], axis=-1) >= top_k
 
-    kept = weights >= _largest_threshold(enough)[:, None]
+    kept = weights >= _largest_threshold(enough, len(weights))[:, None]
     return jnp.where((top_k == 0)[:, None] | kept, weights, 0.0)
 
 
@@ -145,14 +145,13 @@ def keep_top_p(weights: Float[Array, "R V"], top_p: Float[Array, " R"]) -> Float
     def enough(threshold: Float[Array, " R"]) -> Bool[Array, " R"]:
         return jnp.sum(jnp.where(weights >= threshold[:, None], weights, 0.0), axis=-1) >= goal
 
-    kept = weights >= _largest_threshold(enough)[:, None]
+    kept = weights >= _largest_threshold(enough, len(weights))[:, None]
     return jnp.where((top_p >= 1)[:, None] | kept, weights, 0.0)
 
 
-def _largest_threshold(enough: Callable[[Array], Array]) -> Float[Array, " R"]:
+def _largest_threshold(enough: Callable[[Array], Array], num_rows: int) -> Float[Array, " R"]:
     """The largest float in [0, 1] that is `enough` for each row, by bisection over the bits of non-negative floats,
     which are ordered like the floats. `enough` is monotone, and true at 0. No sort of the vocabulary."""
-    num_rows = jax.eval_shape(enough, jax.ShapeDtypeStruct((1,), jnp.float32)).shape[0]
     one = jnp.int32(0x3F800000)
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -63,7 +63,7 @@ def make_step(
     return step
 
 
-def pack_sampled(sampled: Sampled) -> Int[Array, "R 2+2*n"]:
+def pack_sampled(sampled: Sampled) -> Int[Array, "R packed"]:
     """One array to read back: token, its log probability's bits, the top ids, their log probabilities' bits."""
 
     def bits(x: Array) -> Array:

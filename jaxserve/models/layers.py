@@ -31,7 +31,7 @@ def rms_norm(x: Float[Array, "E T"], weight: Float[Array, " E"], epsilon: float)
     return (wide * scale).astype(x.dtype) * weight[:, None]
 
 
-def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Float[Array, " D/2"]:
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Float[Array, " half"]:
     """Angle per position of each pair, in radians. Llama 3's scaling lowers the frequencies that turn less than
     `low_freq_factor` times in the original context, and blends up to `high_freq_factor`."""
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)

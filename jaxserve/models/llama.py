@@ -110,13 +110,13 @@ def _layer_specs(config: ModelConfig, prefix: str) -> LlamaLayer:
 
 def forward(
     params: LlamaParams,
-    pools: tuple[Float[Array, "P K B 2*D"], ...],
+    pools: tuple[Float[Array, "P K B D2"], ...],
     batch: StepBatch,
     config: ModelConfig,
     *,
     num_single: int,
     attention_impl: Impl,
-) -> tuple[Float[Array, "V R"], tuple[Float[Array, "P K B 2*D"], ...]]:
+) -> tuple[Float[Array, "V R"], tuple[Float[Array, "P K B D2"], ...]]:
     """Run one step.
 
     Args:
@@ -157,14 +157,14 @@ def forward(
 @partial(jax.jit, static_argnames=("config", "impl"))
 def _block(
     layer: LlamaLayer,
-    pool: Float[Array, "P K B 2*D"],
+    pool: Float[Array, "P K B D2"],
     x: Float[Array, "E T"],
-    rotary: tuple[Float[Array, "D/2 T"], Float[Array, "D/2 T"]],
+    rotary: tuple[Float[Array, "half T"], Float[Array, "half T"]],
     batch: StepBatch,
     work: Any,
     config: ModelConfig,
     impl: Impl,
-) -> tuple[Float[Array, "E T"], Float[Array, "P K B 2*D"]]:
+) -> tuple[Float[Array, "E T"], Float[Array, "P K B D2"]]:
     attended, pool = _attention(layer, pool, x, rotary, batch, work, config, impl)
     x = x + attended
     return x + _mlp(layer, x, config), pool
@@ -172,14 +172,14 @@ def _block(
 
 def _attention(
     layer: LlamaLayer,
-    pool: Float[Array, "P K B 2*D"],
+    pool: Float[Array, "P K B D2"],
     x: Float[Array, "E T"],
-    rotary: tuple[Float[Array, "D/2 T"], Float[Array, "D/2 T"]],
+    rotary: tuple[Float[Array, "half T"], Float[Array, "half T"]],
     batch: StepBatch,
     work: Any,
     config: ModelConfig,
     impl: Impl,
-) -> tuple[Float[Array, "E T"], Float[Array, "P K B 2*D"]]:
+) -> tuple[Float[Array, "E T"], Float[Array, "P K B D2"]]:
     heads, parts, dim, hidden = layer.qkv.shape
     tokens = x.shape[1]
     h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)

@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, Int
 
 
 def kv_update(
-    pages: Float[Array, "P K B 2*D"],
+    pages: Float[Array, "P K B D2"],
     keys: Float[Array, "T K D"],
     values: Float[Array, "T K D"],
     page_ids: Int[Array, " T"],
     page_offsets: Int[Array, " T"],
-) -> Float[Array, "P K B 2*D"]:
+) -> Float[Array, "P K B D2"]:
     """Store token `t` at `pages[page_ids[t], :, page_offsets[t]]`, K and V side by side.
 
     A page id of `P` or more drops the token: that is how padding is written nowhere. No two real tokens share a place.
