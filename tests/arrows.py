@@ -37,7 +37,9 @@ ROOMS: dict[str, Room] = {
     "pallas_kernels": Room(ARRAYS, NETWORK_AND_LOOPS),
     "jaxserve.models": Room((*ARRAYS, "pallas_kernels", "jaxserve.config", "jaxserve.errors"), NETWORK_AND_LOOPS),
     "jaxserve.device": Room((*FLOOR_0, *ARRAYS, "pallas_kernels", "jaxserve.models"), NETWORK_AND_LOOPS),
-    "checkpoints": Room((*ARRAYS, "safetensors", "gguf", "orbax", "tensorstore", "huggingface_hub", "tqdm"), NETWORK_AND_LOOPS),
+    "checkpoints": Room(
+        (*ARRAYS, "safetensors", "gguf", "orbax", "tensorstore", "huggingface_hub", "tqdm"), NETWORK_AND_LOOPS
+    ),
 }
 ROOF = ("jaxserve.launch", "jaxserve.__main__", "jaxserve.offline")
 
