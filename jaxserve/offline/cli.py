@@ -7,6 +7,7 @@ files in `run`, prompts in `prompts`.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +88,9 @@ def main(argv: Sequence[str] | None = None, *, build_engine: BuildEngine | None 
     except _Stopped as stopped:
         print(_how_to_resume(args), file=sys.stderr)
         return stopped.exit_code
+    except BrokenPipeError:  # whoever reads the answers has had enough; neither has the interpreter's own flush a reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_SIGNALLED + signal.SIGPIPE
     except (ConfigError, ModelLoadError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE

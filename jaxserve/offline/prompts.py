@@ -14,7 +14,6 @@ from pathlib import Path
 
 from jaxserve.batch_file import COMPLETIONS_URL, InputLine
 from jaxserve.errors import RequestError
-from jaxserve.host.admission import validate
 from jaxserve.offline.generation import Completion, Engine, Generation
 from jaxserve.offline.results import RequestOptions, Translator
 
@@ -28,7 +27,7 @@ DEMO_PROMPTS = (
 
 def answer_prompts(engine: Engine, prompts: Sequence[str], options: RequestOptions) -> int:
     """Print each prompt with its answer, in order and as soon as it is there, and the figures; how many failed."""
-    translator = Translator(engine.tokenizer, engine.model_name, options)
+    translator = Translator(engine, options)
     generation = Generation(engine)
     submitted_at = time.monotonic()
     numbers: dict[str, int] = {}
@@ -38,7 +37,6 @@ def answer_prompts(engine: Engine, prompts: Sequence[str], options: RequestOptio
         try:
             call = translator.parse(InputLine(number, None, COMPLETIONS_URL, {"prompt": prompt}, False))
             (request,) = call.requests
-            validate(request, engine.limits)
         except RequestError as error:
             texts[number] = f"error: {error}"
             num_failed += 1

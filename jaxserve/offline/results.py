@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.batch_file import CHAT_URL, COMPLETIONS_URL, InputLine
-from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import EngineError, InvalidRequest, JaxserveError
-from jaxserve.offline.generation import Completion
+from jaxserve.host.admission import validate
+from jaxserve.offline.generation import Completion, Engine
 from jaxserve.request import Request
 from jaxserve.server.openai import Call, parse_chat, parse_completion
 from jaxserve.server.responses import ChatShape, CompletionShape, Shape, error_body, status_of, usage, whole
@@ -51,14 +51,18 @@ class RequestOptions:
 class Translator:
     """Turns lines into calls and what came of them into results, for one model and one run."""
 
-    def __init__(self, tokenizer: Tokenizer, model_name: str, options: RequestOptions) -> None:
-        self._tokenizer = tokenizer
-        self._model_name = model_name
+    def __init__(self, engine: Engine, options: RequestOptions) -> None:
+        self._tokenizer = engine.tokenizer
+        self._model_name = engine.model_name
+        self._limits = engine.limits
         self._options = options
-        self._shapes: dict[str, Shape] = {COMPLETIONS_URL: CompletionShape(tokenizer), CHAT_URL: ChatShape(tokenizer)}
+        self._shapes: dict[str, Shape] = {
+            COMPLETIONS_URL: CompletionShape(engine.tokenizer),
+            CHAT_URL: ChatShape(engine.tokenizer),
+        }
 
     def parse(self, line: InputLine) -> Call:
-        """The requests of a line, each with a seed if it needs one.
+        """The requests of a line, each of which the engine can serve and has a seed if it needs one.
 
         Raises:
             InvalidRequest, ModelNotFound: naming the field.
@@ -67,11 +71,13 @@ class Translator:
         parse = parse_chat if url == CHAT_URL else parse_completion
         prefix = "chatcmpl" if url == CHAT_URL else "cmpl"
         call_id = f"{prefix}-{_hash(self._options.run_id, line.number)}"
-        call = parse(body, self._tokenizer, model=self._model_name, call_id=call_id)
+        call = parse(body, self._tokenizer, model=self._model_name, max_context=self._limits.max_context, call_id=call_id)
         if call.stream:
             raise InvalidRequest("stream must be false in a file", param="stream")
         if not line.is_batch and len(call.requests) != 1:
             raise InvalidRequest("a line that is not in batch format has one prompt and one choice", param="n")
+        for request in call.requests:
+            validate(request, self._limits)
         name = f"line {line.number}" if line.custom_id is None else f"id {line.custom_id}"
         requests = tuple(self._with_seed(request, f"{name} {index}") for index, request in enumerate(call.requests))
         return replace(call, requests=requests)

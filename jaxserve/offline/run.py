@@ -12,7 +12,6 @@ from typing import Protocol
 
 from jaxserve.batch_file import InputFile, InputLine, custom_id_of
 from jaxserve.errors import EngineError, InvalidRequest, RequestError
-from jaxserve.host.admission import validate
 from jaxserve.offline.generation import Completion, Engine, Generation
 from jaxserve.offline.journal import Journal
 from jaxserve.offline.results import RequestOptions, Result, Translator
@@ -66,7 +65,7 @@ class BatchRun:
         self._parse_line = parse_line
         self._journal = journal
         self._observer = observer
-        self._translator = Translator(engine.tokenizer, engine.model_name, options)
+        self._translator = Translator(engine, options)
         self._generation = Generation(engine)
         self._live: dict[str, tuple[_Work, int]] = {}
         self._attempts: dict[str, int] = {}
@@ -111,8 +110,6 @@ class BatchRun:
                 continue
             try:
                 call = self._translator.parse(line)
-                for request in call.requests:
-                    validate(request, self._engine.limits)
             except RequestError as error:
                 self._fail(number, self._translator.refusal(line, error), str(error))
                 continue

@@ -175,8 +175,14 @@ def test_any_cut_or_damaged_tail_is_repaired(data: st.DataObject, tmp_path_facto
         ends.append(journal_path(output).stat().st_size)
     journal.close()
     whole = journal_path(output).read_bytes()
-    cut = data.draw(st.integers(0, len(whole)))
-    junk = data.draw(st.sampled_from([b"", b"\0" * 50, b"\0" * 9 + b"\n", b"{}\n", b'{"line": 3}\n', b"\xff\n"]))
+    cut = data.draw(st.integers(0, len(whole)) | st.sampled_from([*ends, *(end - 1 for end in ends)]))
+    again = whole[ends[0] : ends[1]]
+    outside = b'{"line": 10, "failed": false, "result": {}}\n'
+    junk = data.draw(
+        st.sampled_from([b"", b"\0" * 50, b"\0" * 9 + b"\n", b"{}\n", b'{"line": 3}\n', b"\xff\n", again, outside])
+    )
+    if cut < ends[1] and junk == again:  # it is no damage there
+        junk = b""
     journal_path(output).write_bytes(whole[:cut] + (junk if cut >= ends[0] else b""))
 
     resumed = Journal(output, FINGERPRINT, NUM_LINES)

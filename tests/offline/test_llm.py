@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxserve
+from jaxserve.engine.output import ShownToken
 from jaxserve.errors import ConfigError, EngineError, InvalidRequest
 from jaxserve.offline import LLM, Completion
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.offline.generation import Generation
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from tests.offline.toy import alone, toy_engine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -101,6 +103,31 @@ def test_a_stop_string_ends_the_output_before_it() -> None:
     assert stop in engine.tokenizer.decode(cut.token_ids)
     assert stop not in engine.tokenizer.decode(cut.token_ids[:-1])
     assert cut.logprobs == full.logprobs[: len(cut.token_ids)]
+    assert not engine.core.has_work
+    # One more token may have been under way.
+    assert engine.core.stats().num_output_tokens <= 40 + len(cut.token_ids) + 1
+
+
+def test_several_tokens_at_once_are_cut_at_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As speculative decoding will give them."""
+    engine = toy_engine()
+    ids = tuple(engine.tokenizer.encode("xy.z!"))
+    logprobs = tuple(TokenLogprobs(-float(i), ()) for i in range(5))
+    event = TokenEvent("0", ids, logprobs, None, 4, 5)
+    monkeypatch.setattr(engine.core, "step", lambda: [event])
+    params = SamplingParams(max_tokens=40, stop=(".",), logprobs=0)
+    generation = Generation(engine)
+    generation.add(Request(request_id="0", prompt=(1, 2, 3, 4), params=params))
+    ((request_id, completion),) = generation.step()
+    assert request_id == "0"
+    assert completion == Completion(
+        text="xy",
+        token_ids=ids[:3],
+        finish_reason=FinishReason.STOP,
+        logprobs=logprobs[:3],
+        shown=(ShownToken(ids[0], logprobs[0], 0), ShownToken(ids[1], logprobs[1], 1)),
+        num_prompt=4,
+    )
     assert not engine.core.has_work
 
 

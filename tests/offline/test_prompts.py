@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -83,6 +84,16 @@ def test_a_prompt_for_a_model_without_template_with_chat(capsys: pytest.CaptureF
     code, _ = run("--prompt", "a", "--chat", chat_template=False)
     assert code == 3
     assert "no chat template" in capsys.readouterr().out
+
+
+def test_a_reader_who_leaves_early_gets_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.offline.child", "0", str(tmp_path / "log"), "--model", "toy", "--demo"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_process_seconds_count_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
