@@ -31,6 +31,11 @@ class Bucket:
         return self.num_single + self.chunk_rows
 
 
+def num_samples(bucket: Bucket, limits: RunnerLimits) -> int:
+    """Places for rows that sample: a row each, and a sequence has one row at most."""
+    return min(bucket.num_rows, limits.max_seqs)
+
+
 def doubling(low: int, high: int) -> list[int]:
     """`low`, twice that and so on, ending in `high` itself."""
     sizes = []
@@ -42,19 +47,20 @@ def doubling(low: int, high: int) -> list[int]:
 
 
 def enumerate_buckets(limits: RunnerLimits) -> tuple[Bucket, ...]:
-    """All buckets, cheapest first within each kind.
+    """All buckets.
 
     Decodes alone come in powers of two. Steps with chunks, whose cost the chunk dominates, have places for all decodes:
-    an empty place costs one column of the products and no attention, and each bucket more costs seconds of warm-up. The
-    last bucket holds `max_step_tokens` tokens in `max_seqs` rows of either kind, so every plan has a bucket.
+    an empty place costs one column of the products and no attention, and each bucket more costs seconds of warm-up. Two
+    sizes of chunk, the largest and a quarter of it, come without decodes too, for prompts that arrive at an idle engine.
+    The largest mixed bucket holds `max_step_tokens` tokens in `max_seqs` rows of either kind, so every plan has a bucket.
     """
     seqs, tokens = limits.max_seqs, limits.max_step_tokens
     decode_only = [Bucket(0, 0, size) for size in doubling(1, seqs)]
-    mixed: list[Bucket] = []
-    for chunk in doubling(min(16, tokens), tokens):
-        rows = seqs if chunk == tokens else min(seqs, max(2, chunk // TOKENS_PER_CHUNK_ROW))
-        mixed.append(Bucket(chunk, rows, seqs))
-    return (*decode_only, *mixed)
+    chunks = sorted({min(size, tokens) for size in (16, *doubling(64, tokens))})
+    rows = {chunk: seqs if chunk == tokens else min(seqs, max(2, chunk // TOKENS_PER_CHUNK_ROW)) for chunk in chunks}
+    mixed = [Bucket(chunk, rows[chunk], seqs) for chunk in chunks]
+    chunk_only = [Bucket(chunk, rows[chunk], 0) for chunk in chunks if chunk in (tokens, tokens // 4)]
+    return (*decode_only, *mixed, *chunk_only)
 
 
 def choose_bucket(buckets: tuple[Bucket, ...], num_single: int, chunk_tokens: int, chunk_rows: int) -> Bucket:

@@ -6,14 +6,16 @@ numbers travel as the bits of float32. Knows plans and shapes; runs nothing.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxserve.device.buckets import Bucket
+from jaxserve.device.buckets import Bucket, num_samples
 from jaxserve.models.batch import StepBatch
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan
 
@@ -23,43 +25,50 @@ FROM_DEVICE = -1
 MAX_FORBIDDEN = 32
 """Stop and end-of-sequence ids of a row that `min_tokens` forbids."""
 
+_ROW_FIELDS = ("slot", "start", "count")
 _INT_FIELDS = (
     "slot",
-    "start",
-    "count",
-    "sample",
+    "last_token",
+    "next_position",
     "top_k",
     "num_prompt",
     "min_tokens",
     "num_logprobs",
     "has_bias",
 )
-_FLOAT_FIELDS = ("uniform", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_NUM_FIELDS = len(_INT_FIELDS) + len(_FLOAT_FIELDS)
+_FLOAT_FIELDS = (
+    "uniform",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_SAMPLE_FIELDS = _INT_FIELDS + _FLOAT_FIELDS
 
 
 @struct.dataclass
-class RowParams:
-    """What sampling needs to know of each row.
+class SampleRows:
+    """What sampling needs to know of each of the `R` rows that sample.
 
     Attributes:
-        slot: per-slot state of the row; `max_seqs`, a slot that nobody owns, for padding rows.
+        slot: per-slot state of the sequence; `max_seqs`, a slot that nobody owns, for padding.
+        last_token: index of the row's last token among the step's.
         next_position: where the sampled token goes.
-        sample: whether to sample at all.
         num_logprobs: -1 for none.
         uniform: in [0, 1), for the draw.
-        forbidden: ids that may not be sampled yet, padded with `V` or more.
+        forbidden: ids that `min_tokens` forbids, padded with `V`.
     """
 
     slot: Int[Array, " R"]
+    last_token: Int[Array, " R"]
     next_position: Int[Array, " R"]
-    sample: Bool[Array, " R"]
     top_k: Int[Array, " R"]
     num_prompt: Int[Array, " R"]
     min_tokens: Int[Array, " R"]
     num_logprobs: Int[Array, " R"]
-    has_bias: Bool[Array, " R"]
-    forbidden: Int[Array, "R max_forbidden"]
+    has_bias: Int[Array, " R"]
     uniform: Float[Array, " R"]
     temperature: Float[Array, " R"]
     top_p: Float[Array, " R"]
@@ -67,6 +76,7 @@ class RowParams:
     presence_penalty: Float[Array, " R"]
     frequency_penalty: Float[Array, " R"]
     repetition_penalty: Float[Array, " R"]
+    forbidden: Int[Array, "R max_forbidden"]
 
 
 def table_width(limits: RunnerLimits) -> int:
@@ -74,25 +84,48 @@ def table_width(limits: RunnerLimits) -> int:
     return -(-limits.max_context // limits.page_size)
 
 
+def _part_shapes(bucket: Bucket, limits: RunnerLimits) -> dict[str, tuple[int, ...]]:
+    """The parts of the packed vector, in order."""
+    rows, samples = bucket.num_rows, num_samples(bucket, limits)
+    return {
+        "tokens": (bucket.num_tokens,),
+        "rows": (len(_ROW_FIELDS), rows),
+        "block_table": (rows, table_width(limits)),
+        "samples": (len(_SAMPLE_FIELDS), samples),
+        "forbidden": (samples, MAX_FORBIDDEN),
+    }
+
+
+def _split[Vector: (np.ndarray, Array)](packed: Vector, bucket: Bucket, limits: RunnerLimits) -> dict[str, Vector]:
+    """The vector's parts by name; views, where it is NumPy's."""
+    parts, start = {}, 0
+    for name, shape in _part_shapes(bucket, limits).items():
+        size = math.prod(shape)
+        parts[name] = packed[start : start + size].reshape(shape)
+        start += size
+    return parts
+
+
 def upload_size(bucket: Bucket, limits: RunnerLimits) -> int:
     """Length of the packed vector."""
-    per_row = _NUM_FIELDS + MAX_FORBIDDEN + table_width(limits)
-    return bucket.num_tokens + bucket.num_rows * per_row
+    return sum(math.prod(shape) for shape in _part_shapes(bucket, limits).values())
 
 
-def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarray, list[int]]:
+def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarray, list[int | None]]:
     """Pack `plan` for `bucket`.
 
     Returns:
-        The int32 vector, and for each row of the plan its place among the bucket's rows.
+        The int32 vector, and for each row of the plan its place among the sampled rows, or None if it does not sample.
     """
     packed = np.zeros(upload_size(bucket, limits), np.int32)
-    tokens, fields, forbidden, table = _views(packed, bucket, limits)
-    tokens[:] = 0
-    fields[_INT_FIELDS.index("slot")] = limits.max_seqs
-    forbidden[:] = limits.vocab_size
-    places = []
-    single, chunk, chunk_token = 0, bucket.num_single, bucket.num_single
+    parts = _split(packed, bucket, limits)
+    tokens, rows, samples = parts["tokens"], parts["rows"], parts["samples"]
+    rows[0] = limits.max_seqs
+    # Padding must not ask for anything: a repetition penalty of 0 or a top_p of 0 would.
+    samples[:, :] = _padding_sample(limits.max_seqs)[:, None]
+    parts["forbidden"][:] = limits.vocab_size
+    places: list[int | None] = []
+    single, chunk, chunk_token, sample = 0, bucket.num_single, bucket.num_single, 0
     for row in plan.rows:
         if row.count == 1:
             place, token = single, single
@@ -101,24 +134,18 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
             place, token = chunk, chunk_token
             chunk += 1
             chunk_token += row.count
-        places.append(place)
         tokens[token : token + len(row.tokens)] = row.tokens
         tokens[token + len(row.tokens) : token + row.count] = FROM_DEVICE
-        fields[:, place] = _row_fields(row)
-        if row.params.min_tokens:
-            forbidden[place, : len(row.stop_ids)] = row.stop_ids
+        rows[:, place] = (row.slot, row.start, row.count)
         num_pages = -(-(row.start + row.count) // limits.page_size)
-        table[place, :num_pages] = row.pages[:num_pages]
+        parts["block_table"][place, :num_pages] = row.pages[:num_pages]
+        places.append(sample if row.sample else None)
+        if row.sample:
+            samples[:, sample] = _sample_fields(row, token + row.count - 1)
+            if row.params.min_tokens:
+                parts["forbidden"][sample, : len(row.stop_ids)] = row.stop_ids
+            sample += 1
     return packed, places
-
-
-def _views(packed: np.ndarray, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarray, ...]:
-    """The vector's parts, as views: tokens [T], fields [fields, R], forbidden ids [R, n], block table [R, W]."""
-    rows = bucket.num_rows
-    sizes = (bucket.num_tokens, _NUM_FIELDS * rows, MAX_FORBIDDEN * rows, table_width(limits) * rows)
-    ends = np.cumsum(sizes).tolist()
-    tokens, fields, forbidden, table = (packed[end - size : end] for size, end in zip(sizes, ends, strict=True))
-    return tokens, fields.reshape(_NUM_FIELDS, rows), forbidden.reshape(rows, -1), table.reshape(rows, -1)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -131,35 +158,36 @@ def uniform(seed: int, position: int) -> float:
     return ((x ^ (x >> 31)) >> 40) / (1 << 24)
 
 
-def _row_fields(row: PlanRow) -> np.ndarray:
-    params = row.params
-    floats = np.array(
-        [
-            uniform(row.seed, row.start + row.count),
-            0.0 if params.greedy else params.temperature,
-            params.top_p,
-            params.min_p,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.repetition_penalty,
-        ],
-        np.float32,
+def _fields(ints: tuple[int, ...], floats: tuple[float, ...]) -> np.ndarray:
+    return np.concatenate([np.array(ints, np.int32), np.array(floats, np.float32).view(np.int32)])
+
+
+def _padding_sample(no_slot: int) -> np.ndarray:
+    return _fields((no_slot, 0, 0, 0, 0, 0, -1, 0), (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0))
+
+
+def _sample_fields(row: PlanRow, last_token: int) -> np.ndarray:
+    params, next_position = row.params, row.start + row.count
+    ints = (
+        row.slot,
+        last_token,
+        next_position,
+        max(params.top_k, 0),
+        row.num_prompt,
+        params.min_tokens,
+        -1 if params.logprobs is None else params.logprobs,
+        bool(params.logit_bias),
     )
-    ints = np.array(
-        [
-            row.slot,
-            row.start,
-            row.count,
-            row.sample,
-            max(params.top_k, 0),
-            row.num_prompt,
-            params.min_tokens,
-            -1 if params.logprobs is None else params.logprobs,
-            bool(params.logit_bias),
-        ],
-        np.int32,
+    floats = (
+        uniform(row.seed, next_position),
+        0.0 if params.greedy else params.temperature,
+        params.top_p,
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
     )
-    return np.concatenate([ints, floats.view(np.int32)])
+    return _fields(ints, floats)
 
 
 def unpack(
@@ -167,60 +195,44 @@ def unpack(
     tokens_by_slot: Int[Array, "slots C"],
     bucket: Bucket,
     limits: RunnerLimits,
-) -> tuple[StepBatch, RowParams, Int[Array, " T"]]:
+) -> tuple[StepBatch, SampleRows, Int[Array, " T"]]:
     """The vector as arrays, on the device.
 
     Args:
         tokens_by_slot: tokens of each slot's sequence by position, from which those that the host did not know are read.
 
     Returns:
-        The model's batch, the sampler's rows, and the slot of each token (`max_seqs` for padding).
+        The model's batch, the rows that sample, and the slot of each token (`max_seqs` for padding).
     """
     num_rows, num_tokens = bucket.num_rows, bucket.num_tokens
-    sizes = (num_tokens, _NUM_FIELDS * num_rows, MAX_FORBIDDEN * num_rows, table_width(limits) * num_rows)
-    ends = np.cumsum(sizes).tolist()
-    parts = [packed[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    host_tokens = parts[0]
-    fields = dict(zip(_INT_FIELDS + _FLOAT_FIELDS, parts[1].reshape(_NUM_FIELDS, num_rows), strict=True))
+    parts = _split(packed, bucket, limits)
+    slots, starts, counts = parts["rows"]
+    fields = dict(zip(_SAMPLE_FIELDS, parts["samples"], strict=True))
     for name in _FLOAT_FIELDS:
         fields[name] = lax.bitcast_convert_type(fields[name], jnp.float32)
-    block_table = parts[3].reshape(num_rows, -1)
+    samples = SampleRows(forbidden=parts["forbidden"], **fields)
 
-    counts = fields["count"]
     chunk_ends = bucket.num_single + jnp.cumsum(counts[bucket.num_single :])
     row_offsets = jnp.concatenate([jnp.arange(bucket.num_single + 1), chunk_ends]).astype(jnp.int32)
     token = jnp.arange(num_tokens)
     row = jnp.sum(token[:, None] >= row_offsets[None, 1:], axis=1)  # [T]; num_rows past the last chunk
     row = jnp.minimum(row, num_rows - 1)
     real = token - row_offsets[row] < counts[row]
-    positions = jnp.where(real, fields["start"][row] + token - row_offsets[row], 0)
-    slot = jnp.where(real, fields["slot"][row], limits.max_seqs)
-    token_ids = jnp.where(host_tokens == FROM_DEVICE, tokens_by_slot[slot, positions], host_tokens)
-    lengths = jnp.where(counts > 0, fields["start"] + counts, 0)
-    page_ids = block_table[row, positions // limits.page_size]
+    positions = jnp.where(real, starts[row] + token - row_offsets[row], 0)
+    token_slots = jnp.where(real, slots[row], limits.max_seqs)
+    known = parts["tokens"] != FROM_DEVICE
+    page_ids = parts["block_table"][row, positions // limits.page_size]
     batch = StepBatch(
-        token_ids=token_ids,
+        token_ids=jnp.where(known, parts["tokens"], tokens_by_slot[token_slots, positions]),
         positions=positions,
         page_ids=jnp.where(real, page_ids, limits.num_pages),
         page_offsets=positions % limits.page_size,
-        block_table=block_table,
+        block_table=parts["block_table"],
         row_offsets=row_offsets,
-        lengths=lengths,
-        last_token=jnp.where(counts > 0, row_offsets[:-1] + counts - 1, 0),
+        lengths=jnp.where(counts > 0, starts + counts, 0),
+        last_token=samples.last_token,
     )
-    rows = RowParams(
-        slot=fields["slot"],
-        next_position=lengths,
-        sample=fields["sample"] > 0,
-        top_k=fields["top_k"],
-        num_prompt=fields["num_prompt"],
-        min_tokens=fields["min_tokens"],
-        num_logprobs=fields["num_logprobs"],
-        has_bias=fields["has_bias"] > 0,
-        forbidden=parts[2].reshape(num_rows, -1),
-        **{name: fields[name] for name in _FLOAT_FIELDS},
-    )
-    return batch, rows, slot
+    return batch, samples, token_slots
 
 
 def abstract_upload(bucket: Bucket, limits: RunnerLimits, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -48,7 +48,7 @@ class DeviceStep:
     """A dispatched step; see `plan.StepHandle`."""
 
     plan: StepPlan
-    places: list[int]
+    places: list[int | None]
     packed: jax.Array
     num_top: int
     submit_seconds: float
@@ -59,17 +59,17 @@ class DeviceStep:
         values = np.asarray(self.packed)
         wait_seconds = time.perf_counter() - started
         tokens = values[:, 0].tolist()
-        sampled = [(tokens[place],) if row.sample else () for row, place in zip(self.plan.rows, self.places, strict=True)]
-        logprobs = [self._logprobs(row, values[place]) for row, place in zip(self.plan.rows, self.places, strict=True)]
+        sampled = [() if place is None else (tokens[place],) for place in self.places]
+        logprobs = [self._logprobs(row, values, place) for row, place in zip(self.plan.rows, self.places, strict=True)]
         stats = StepStats(submit_seconds=self.submit_seconds, wait_seconds=wait_seconds)
         return StepResult(self.plan.step_id, tuple(sampled), tuple(logprobs), stats)
 
-    def _logprobs(self, row: PlanRow, values: np.ndarray) -> tuple[TokenLogprobs, ...]:
+    def _logprobs(self, row: PlanRow, values: np.ndarray, place: int | None) -> tuple[TokenLogprobs, ...]:
         wanted = row.params.logprobs
-        if wanted is None or not row.sample:
+        if wanted is None or place is None:
             return ()
-        floats = values.view(np.float32)
-        ids = values[2 : 2 + wanted].tolist()
+        floats = values[place].view(np.float32)
+        ids = values[place, 2 : 2 + wanted].tolist()
         top = floats[2 + self.num_top : 2 + self.num_top + wanted].tolist()
         return (TokenLogprobs(float(floats[1]), tuple(zip(ids, top, strict=True))),)
 

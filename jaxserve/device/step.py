@@ -55,9 +55,7 @@ def make_step(
             params, state.pools, batch, config, num_single=bucket.num_single, attention_impl=attention_impl
         )
         sampled = sample(logits, rows, slots)
-        sampled_slots = jnp.where(rows.sample, rows.slot, limits.max_seqs)
-        next_position = jnp.where(rows.sample, rows.next_position, 0)
-        slots = slots.replace(tokens=slots.tokens.at[sampled_slots, next_position].set(sampled.tokens))
+        slots = slots.replace(tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))
         return DeviceState(pools=pools, slots=slots), pack_sampled(sampled)
 
     return step

@@ -124,11 +124,12 @@ def forward(
         num_single: leading rows that own one token each, as `paged_attention` has it.
 
     Returns:
-        float32 logits of each row's last token, whole on every device, and the pools with this step's K and V.
+        float32 logits at `batch.last_token`, whole on every device, and the pools with this step's K and V.
     """
     frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     angles = frequencies[:, None] * batch.positions.astype(jnp.float32)[None, :]
-    rotary = jnp.cos(angles), jnp.sin(angles)
+    # Without the barrier XLA computes sines and cosines again inside every layer's rotation.
+    rotary = jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
     work = schedule(
         batch.block_table,
         batch.row_offsets,

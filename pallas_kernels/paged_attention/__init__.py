@@ -12,6 +12,7 @@ What depends on the rows alone is computed once a step, by `schedule`, and serve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxtyping import Array, Float, Int
@@ -20,8 +21,8 @@ from pallas_kernels.paged_attention import reference, xla
 
 Impl = Literal["reference", "xla"]
 
-_SCHEDULES = {"reference": reference.schedule, "xla": xla.schedule}
-_IMPLS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+_SCHEDULES: dict[Impl, Callable[..., Any]] = {"reference": reference.schedule, "xla": xla.schedule}
+_IMPLS: dict[Impl, Callable[..., Any]] = {"reference": reference.paged_attention, "xla": xla.paged_attention}
 
 
 def schedule(

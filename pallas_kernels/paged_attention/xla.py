@@ -22,6 +22,10 @@ from jaxtyping import Array, Float, Int
 
 DECODE_BLOCK = 64
 CHUNK_TILE = 128
+# Rows up to which decode's products run one query head at a time.
+FEW_ROWS = 2
+ITEMS_PER_TURN = 16
+ITEMS_PER_TURN_OF_FEW = 4
 CHUNK_BLOCK = 128
 # Stands for minus infinity where a difference of two of them must not be NaN.
 MASKED = -1e30
@@ -137,7 +141,7 @@ def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_s
     per_block = max(1, DECODE_BLOCK // page_size)
     block = per_block * page_size
     blocked = _blocked_table(table, per_block)
-    per_turn = min(16, max(4, num_rows))
+    per_turn = ITEMS_PER_TURN_OF_FEW if num_rows <= FEW_ROWS else ITEMS_PER_TURN
     max_items = -(-num_rows * blocked.shape[1] // per_turn) * per_turn
 
     num_blocks = -(-lengths // block)
@@ -159,6 +163,7 @@ def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_s
 def _decode(queries: Float[Array, "S K G D"], pages: Float[Array, "P K B D2"], work: DecodeWork) -> Float[Array, "S K G D"]:
     """One query a row; rows of length 0 give zeros."""
     num_rows, num_kv_heads, group, head_dim = queries.shape
+    scores_of, mix = (_scores_by_head, _mix_by_head) if num_rows <= FEW_ROWS else (_scores, _mix)
     per_turn = work.items_per_turn
     block = work.page_ids.shape[1] * pages.shape[2]
     queries = jnp.pad(queries, ((0, 1), (0, 0), (0, 0), (0, head_dim)))  # zeros for row S and where V lies
@@ -169,7 +174,7 @@ def _decode(queries: Float[Array, "S K G D"], pages: Float[Array, "P K B D2"], w
         visible = lax.dynamic_slice_in_dim(work.visible, item, per_turn)
         blocks = _gather_blocks(pages, lax.dynamic_slice_in_dim(work.page_ids, item, per_turn))  # [I, K, block, 2D]
         picked = queries.at[row].get(mode="promise_in_bounds")
-        scores = jnp.einsum("ikgd,ikcd->ikgc", picked, blocks, precision="highest")
+        scores = scores_of(picked, blocks)
         seen = jnp.arange(block)[None, :] < visible[:, None]  # [I, block]
         scores = jnp.where(seen[:, None, None, :], scores, MASKED)
 
@@ -178,7 +183,7 @@ def _decode(queries: Float[Array, "S K G D"], pages: Float[Array, "P K B D2"], w
         new_best = jnp.maximum(best, jnp.max(jnp.where(owns[:, :, None, None], item_best[None], MASKED), axis=1))
         # Against the row's own maximum, so that items of one row simply add up.
         weights = jnp.exp(scores - new_best.at[row].get(mode="promise_in_bounds")[..., None])
-        values = jnp.einsum("ikgc,ikcd->ikgd", weights, blocks, precision="highest")[..., head_dim:]
+        values = mix(weights, blocks)[..., head_dim:]
         share = owns.astype(jnp.float32)
         shrink = jnp.exp(best - new_best)
         total = total * shrink + jnp.tensordot(share, weights.sum(axis=-1), 1, precision="highest")
@@ -195,6 +200,28 @@ def _decode(queries: Float[Array, "S K G D"], pages: Float[Array, "P K B D2"], w
     )
     _, _, total, out = lax.while_loop(lambda carry: carry[0] < work.num_items, turn, start)
     return (out / jnp.where(total > 0, total, 1.0)[..., None])[:num_rows]
+
+
+def _scores(queries: Float[Array, "I K G D2"], blocks: Float[Array, "I K block D2"]) -> Float[Array, "I K G block"]:
+    return jnp.einsum("ikgd,ikcd->ikgc", queries, blocks, precision="highest")
+
+
+def _mix(weights: Float[Array, "I K G block"], blocks: Float[Array, "I K block D2"]) -> Float[Array, "I K G D2"]:
+    return jnp.einsum("ikgc,ikcd->ikgd", weights, blocks, precision="highest")
+
+
+# For few rows the products are so small that waking a second thread for them costs more than they do. One head at a time
+# they are matrix-vector products, which XLA compiles into one loop on the spot with everything else of the turn.
+
+
+def _scores_by_head(queries: Float[Array, "I K G D2"], blocks: Float[Array, "I K block D2"]) -> Float[Array, "I K G block"]:
+    heads = range(queries.shape[2])
+    return jnp.stack([jnp.einsum("ikd,ikcd->ikc", queries[:, :, g], blocks, precision="highest") for g in heads], axis=2)
+
+
+def _mix_by_head(weights: Float[Array, "I K G block"], blocks: Float[Array, "I K block D2"]) -> Float[Array, "I K G D2"]:
+    heads = range(weights.shape[2])
+    return jnp.stack([jnp.einsum("ikc,ikcd->ikd", weights[:, :, g], blocks, precision="highest") for g in heads], axis=2)
 
 
 def _schedule_chunks(
@@ -224,16 +251,16 @@ def _chunks(queries: Float[Array, "T K G D"], pages: Float[Array, "P K B D2"], w
     num_tokens, num_kv_heads, group, head_dim = queries.shape
     tile = work.tile
     block = work.page_ids.shape[2] * pages.shape[2]
-    # [K, T, G, D], with room for the last tile to run over: what it writes there is cut off.
-    queries = jnp.pad(queries, ((0, tile), (0, 0), (0, 0), (0, 0))).transpose(1, 0, 2, 3)
+    # [K, G, D, T], as the model's product left them, with room for the last tile to run over: what it writes is cut off.
+    queries = jnp.pad(queries.transpose(1, 2, 3, 0), ((0, 0), (0, 0), (0, 0), (0, tile)))
 
     def one_tile(index: Array, out: Array) -> Array:
         row, first, position, length = work.row[index], work.first[index], work.position[index], work.length[index]
         # Tokens past the row's end belong to later tiles, which overwrite what this one gives them.
         last = jnp.minimum(position + tile, length)
-        tile_queries = lax.dynamic_slice_in_dim(queries, first, tile, axis=1)
-        tile_queries = tile_queries.reshape(num_kv_heads, tile * group, head_dim)
-        positions = position + jnp.arange(tile * group) // group  # [tile*G]
+        tile_queries = lax.dynamic_slice_in_dim(queries, first, tile, axis=3).transpose(0, 1, 3, 2)
+        tile_queries = tile_queries.reshape(num_kv_heads, group * tile, head_dim)
+        positions = jnp.tile(position + jnp.arange(tile), group)  # [G*tile]
 
         def one_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             best, total, acc = carry
@@ -248,15 +275,15 @@ def _chunks(queries: Float[Array, "T K G D"], pages: Float[Array, "P K B D2"], w
             acc = acc * shrink[..., None] + jnp.einsum("kqc,kcd->kqd", weights, kv[..., head_dim:], precision="highest")
             return new_best, total, acc
 
-        state = (num_kv_heads, tile * group)
+        state = (num_kv_heads, group * tile)
         start = (
             jnp.full(state, MASKED, jnp.float32),
             jnp.zeros(state, jnp.float32),
             jnp.zeros((*state, head_dim), jnp.float32),
         )
         _, total, acc = lax.fori_loop(0, -(-last // block), one_block, start)
-        tile_out = (acc / total[..., None]).reshape(num_kv_heads, tile, group, head_dim)
-        return lax.dynamic_update_slice_in_dim(out, tile_out, first, axis=1)
+        tile_out = (acc / total[..., None]).reshape(num_kv_heads, group, tile, head_dim).transpose(2, 0, 1, 3)
+        return lax.dynamic_update_slice_in_dim(out, tile_out, first, axis=0)
 
-    out = lax.fori_loop(0, work.num_tiles, one_tile, jnp.zeros_like(queries))
-    return out[:, :num_tokens].transpose(1, 0, 2, 3)
+    start = jnp.zeros((num_tokens + tile, num_kv_heads, group, head_dim), jnp.float32)
+    return lax.fori_loop(0, work.num_tiles, one_tile, start)[:num_tokens]
