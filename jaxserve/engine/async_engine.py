@@ -13,8 +13,8 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jaxserve.engine.core import EngineStats
@@ -53,6 +53,7 @@ class TokenStream:
         self._pending: dict[str, TokenEvent] = {}
         self._error: JaxserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._command = 0  # the one that added it
 
     async def read(self) -> list[TokenEvent]:
         """The events since the last read, at most one per request; waits for one, and is empty once all have finished.
@@ -170,10 +171,10 @@ class AsyncEngine:
         stream = TokenStream([request.request_id for request in requests], self._abort)
         self._streams.update((request.request_id, stream) for request in requests)
         self._idle.clear()
-        self._worker.send(add=requests)
+        stream._command = self._worker.send(add=requests)
         return stream
 
-    async def generate(self, *requests: Request) -> AsyncIterator[TokenEvent]:
+    async def generate(self, *requests: Request) -> AsyncGenerator[TokenEvent]:
         """Events of `requests` one by one; leaving the generator early (`aclose`, cancellation) aborts them.
 
         Raises:
@@ -224,24 +225,25 @@ class AsyncEngine:
                 self._idle.set()
         return stream
 
-    def _deliver_threadsafe(self, events: list[TokenEvent], refusals: list[tuple[str, JaxserveError]]) -> None:
+    def _deliver_threadsafe(self, batch: _Batch) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._deliver, events, refusals)
+        self._loop.call_soon_threadsafe(self._deliver, batch)
 
-    def _deliver(self, events: list[TokenEvent], refusals: list[tuple[str, JaxserveError]]) -> None:
-        self._admission.observe(events)
-        for event in events:
-            ended = event.finish_reason is not None
-            stream = self._forget(event.request_id) if ended else self._streams.get(event.request_id)
-            if stream is None:  # aborted while the event was under way
-                continue
+    def _deliver(self, batch: _Batch) -> None:
+        found = [(event, self._streams.get(event.request_id)) for event in batch.events]
+        # An event that was under way when its request was aborted has no stream, or a newer one that took over the id.
+        known = [(event, stream) for event, stream in found if stream is not None and stream._command <= batch.num_commands]
+        self._admission.observe([event for event, _ in known])
+        for event, stream in known:
+            if event.finish_reason is not None:
+                self._forget(event.request_id)
             if event.finish_reason is FinishReason.ERROR:
                 stream._fail(event.request_id, EngineError("the engine failed while it worked on this request"))
             else:
                 stream._put(event)
-        for request_id, error in refusals:
-            if (stream := self._forget(request_id)) is not None:
-                stream._fail(request_id, error)
+        for request_id, error in batch.refusals:
+            if (refused := self._forget(request_id)) is not None:
+                refused._fail(request_id, error)
 
     def _end_threadsafe(self, failure: Exception | None) -> None:
         assert self._loop is not None
@@ -255,20 +257,29 @@ class AsyncEngine:
         self._ended.set()
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one turn of the thread sends to the loop.
+
+    Attributes:
+        num_commands: commands that the thread had carried out before these events came about.
+    """
+
+    events: list[TokenEvent]
+    refusals: list[tuple[str, JaxserveError]]
+    num_commands: int
+
+
 class _Worker:
     """The thread and its inbox. `send` and `stop` may be called from any thread, the rest is the thread's own."""
 
-    def __init__(
-        self,
-        core: Core,
-        deliver: Callable[[list[TokenEvent], list[tuple[str, JaxserveError]]], None],
-        end: Callable[[Exception | None], None],
-    ) -> None:
+    def __init__(self, core: Core, deliver: Callable[[_Batch], None], end: Callable[[Exception | None], None]) -> None:
         self._core = core
         self._deliver = deliver
         self._end = end
         self._changed = threading.Condition()
         self._inbox: list[tuple[tuple[Request, ...], list[str]]] = []
+        self._num_sent = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self.stats = core.stats()
@@ -279,10 +290,13 @@ class _Worker:
     def join(self) -> None:
         self._thread.join()
 
-    def send(self, *, add: tuple[Request, ...] = (), abort: list[str] | None = None) -> None:
+    def send(self, *, add: tuple[Request, ...] = (), abort: list[str] | None = None) -> int:
+        """Hand over a command; its number, from 1."""
         with self._changed:
             self._inbox.append((add, abort or []))
+            self._num_sent += 1
             self._changed.notify()
+            return self._num_sent
 
     def stop(self) -> None:
         with self._changed:
@@ -312,7 +326,7 @@ class _Worker:
             while not (self._inbox or self._stopping or core.has_work):
                 self._changed.wait()
             inbox, self._inbox = self._inbox, []
-            stopping = self._stopping
+            num_commands, stopping = self._num_sent, self._stopping
         refusals = self._apply(inbox)
         if stopping and not core.has_work:
             self.stats = core.stats()
@@ -320,7 +334,7 @@ class _Worker:
         events = core.step() if core.has_work else []
         self.stats = core.stats()
         if events or refusals:
-            self._deliver(events, refusals)
+            self._deliver(_Batch(events, refusals, num_commands))
         if core.dead:
             raise EngineError(f"it gave up after failing too often: {core.last_error!r}") from core.last_error
         return True

@@ -25,11 +25,13 @@ class Vocabulary:
         token_bytes: by id; empty where no token has the id.
         special: for each id, whether it is a control token, which is not text.
         strips_leading_space: whether encoding puts one space before a text that decoding takes away again.
+        exact: whether the bytes of a text's tokens are always those of the text, no more and no fewer.
     """
 
     token_bytes: tuple[bytes, ...]
     special: tuple[bool, ...]
     strips_leading_space: bool
+    exact: bool
 
 
 def byte_level_characters() -> dict[str, int]:
@@ -59,7 +61,12 @@ def read_vocabulary(spec: Mapping[str, Any]) -> Vocabulary:
         # Special and byte-level added tokens are matched against raw text, so they stand for themselves.
         verbatim = entry["special"] or to_bytes is _byte_level_bytes
         token_bytes[token_id] = entry["content"].encode() if verbatim else to_bytes(entry["content"])
-    return Vocabulary(tuple(token_bytes), tuple(special), any(_strips_leading_space(step) for step in steps))
+    return Vocabulary(
+        token_bytes=tuple(token_bytes),
+        special=tuple(special),
+        strips_leading_space=any(map(_strips_leading_space, steps)),
+        exact=to_bytes is _byte_level_bytes and spec.get("normalizer") is None and not any(map(_eats_spaces, added.values())),
+    )
 
 
 def _model_tokens(model: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
@@ -94,6 +101,10 @@ def _strips_leading_space(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Metaspace":
         return step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True)
     return step["type"] == "Strip" and step["start"] == 1
+
+
+def _eats_spaces(added: Mapping[str, Any]) -> bool:
+    return bool(added.get("lstrip") or added.get("rstrip"))
 
 
 _BYTE_OF = byte_level_characters()

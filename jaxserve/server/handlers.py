@@ -165,7 +165,9 @@ async def _read_call(request: web.Request, endpoint: Endpoint, model: Model) -> 
 
     def parse() -> Call:
         call_id = endpoint.id_prefix + uuid.uuid4().hex
-        return endpoint.parse(parse_json(data), model.tokenizer, model=model.name, call_id=call_id)
+        return endpoint.parse(
+            parse_json(data), model.tokenizer, model=model.name, max_context=model.max_context, call_id=call_id
+        )
 
     return parse() if len(data) < LARGE_BODY else await asyncio.to_thread(parse)
 

@@ -95,11 +95,12 @@ class Call:
     include_usage: bool
 
 
-def parse_completion(value: Any, tokenizer: Tokenizer, *, model: str, call_id: str) -> Call:
+def parse_completion(value: Any, tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str) -> Call:
     """Understand a body of `/v1/completions`.
 
     Args:
         model: the name that this server answers to.
+        max_context: tokens of prompt and output at most; text that cannot fit is refused before it is encoded.
         call_id: requests are called `{call_id}-{index}`.
 
     Raises:
@@ -115,15 +116,17 @@ def parse_completion(value: Any, tokenizer: Tokenizer, *, model: str, call_id: s
         max_tokens=body.integer("max_tokens", DEFAULT_COMPLETION_TOKENS, low=1, high=MAX_TOKENS),
         logprobs=body.integer("logprobs", low=0, high=MAX_LOGPROBS),
     )
-    return _call(body, _parse_prompts(body, tokenizer), n, params, call_id)
+    return _call(body, _parse_prompts(body, tokenizer, max_context), n, params, call_id)
 
 
-def parse_chat(value: Any, tokenizer: Tokenizer, *, model: str, call_id: str) -> Call:
+def parse_chat(value: Any, tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str) -> Call:
     """Understand a body of `/v1/chat/completions`; as `parse_completion`."""
     body = Body(value, CHAT_FIELDS)
     _check_common(body, model, CHAT_NO_OPS)
     params = _sampling(body, max_tokens=_chat_max_tokens(body), logprobs=_chat_logprobs(body))
     messages = parse_messages(body.require("messages", "an array of messages"))
+    for i, message in enumerate(messages):
+        _check_may_fit(f"messages[{i}].content", message["content"], tokenizer, max_context)
     variables = _template_variables(body, tokenizer)
     check_shown(messages, lambda probe: tokenizer.render_chat(probe, **variables))
     prompt = tokenizer.encode_chat(messages, **variables)
@@ -172,17 +175,32 @@ def _include_usage(body: Body, stream: bool) -> bool:
     return options.boolean("include_usage")
 
 
-def _parse_prompts(body: Body, tokenizer: Tokenizer) -> list[list[int]]:
+def _check_may_fit(name: str, text: str, tokenizer: Tokenizer, max_context: int) -> None:
+    """Refuse what is too long by far at once: encoding megabytes takes seconds."""
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest >= max_context:
+        raise InvalidRequest(
+            f"{name} has {len(text)} characters, which take at least {fewest} tokens; the context is {max_context}", param=name
+        )
+
+
+def _parse_prompts(body: Body, tokenizer: Tokenizer, max_context: int) -> list[list[int]]:
     expected = "a string, an array of strings, an array of token ids, or an array of arrays of token ids"
     prompt = body.require("prompt", expected)
+
+    def encode(name: str, text: str) -> list[int]:
+        check_text(name, text)
+        _check_may_fit(name, text, tokenizer, max_context)
+        return tokenizer.encode(text)
+
     if isinstance(prompt, str):
-        return [tokenizer.encode(check_text("prompt", prompt))]
+        return [encode("prompt", prompt)]
     if not isinstance(prompt, list) or not prompt:
         raise invalid("prompt", expected, prompt)
     if len(prompt) > MAX_SEQUENCES and not _are_ids(prompt):
         raise InvalidRequest(f"prompt: {len(prompt)} prompts > {MAX_SEQUENCES} sequences a request", param="prompt")
     if all(isinstance(item, str) for item in prompt):
-        return [tokenizer.encode(check_text(f"prompt[{i}]", item)) for i, item in enumerate(prompt)]
+        return [encode(f"prompt[{i}]", item) for i, item in enumerate(prompt)]
     if _are_ids(prompt):
         return [prompt]
     for i, item in enumerate(prompt):

@@ -56,6 +56,7 @@ class Model:
     name: str
     tokenizer: Tokenizer
     engine: AsyncEngine
+    max_context: int
     created: int
 
 
@@ -90,7 +91,7 @@ class Service:
         if self._draining:
             admission.drain()
         engine.start()
-        self._model = Model(parts.model_name, parts.tokenizer, engine, int(now()))
+        self._model = Model(parts.model_name, parts.tokenizer, engine, parts.limits.max_context, int(now()))
         logger.info("ready: serving %s", parts.model_name)
 
     @property
@@ -117,7 +118,7 @@ class Service:
         """
         state = self.state
         if state is State.FAILED:
-            raise EngineError(f"the engine is dead: {self.failure!r}")
+            raise EngineError("the engine is dead; /health says why")
         if state is State.DRAINING:
             raise NotReady("the server is shutting down and takes no new requests")
         if self._model is None:

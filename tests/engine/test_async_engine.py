@@ -130,6 +130,17 @@ async def test_an_id_may_be_used_again_after_an_abort() -> None:
     assert tokens(events) == expected_output(last, LIMITS, next_token=fake.runner.next_token)[0]
 
 
+async def test_events_under_way_do_not_reach_the_next_of_that_id() -> None:
+    fake = fake_engine()
+    async with running(fake) as engine:
+        first = engine.open(request("same", max_tokens=3, seed=1))
+        time.sleep(0.1)  # holds up the loop, until the thread has sent all events of the first
+        first.close()
+        second = request("same", max_tokens=30, seed=2)
+        events = (await collect(engine, second))["same"]
+    assert tokens(events) == expected_output(second, LIMITS, next_token=fake.runner.next_token)[0]
+
+
 async def test_refusals_are_raised_and_leave_nothing_behind() -> None:
     async with running(fake_engine(max_queue_requests=2)) as engine:
         with pytest.raises(InvalidRequest, match="at least 1 token"):

@@ -25,7 +25,9 @@ def event(ids: list[int], reason: FinishReason | None = None, *, num_output: int
 
 def run(wanted: Request, ids: list[int], reason: FinishReason, sizes: list[int]) -> tuple[Output, list[OutputDelta]]:
     """Push `ids` in groups, the last of which ends with `reason`."""
-    output, deltas, position = Output(wanted, TOKENIZER), [], 0
+    output = Output(wanted, TOKENIZER)
+    deltas: list[OutputDelta] = []
+    position = 0
     while output.finish_reason is None:
         size = sizes[len(deltas) % len(sizes)] if sizes else 1
         group, position = ids[position : position + size], position + size

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.vocab import byte_level_characters
@@ -38,8 +38,8 @@ def user(content: str) -> list[dict[str, str]]:
 @given(text=TEXTS)
 def test_prompts_encode_as_the_library_does(tokenizer: Tokenizer, library: Library, text: str) -> None:
     expected = library.encode(text, add_special_tokens=False).ids
-    if tokenizer is SENTENCEPIECE and expected[:1] != [tokenizer.bos_token_id]:
-        expected = [tokenizer.bos_token_id, *expected]
+    if tokenizer is SENTENCEPIECE and expected[:1] != [1]:
+        expected = [1, *expected]
     assert tokenizer.encode(text) == expected
 
 
@@ -51,6 +51,22 @@ def test_plain_text_never_holds_special_tokens(tokenizer: Tokenizer, library: Li
     assert not any(tokenizer.is_special(token_id) for token_id in ids if token_id != unknown)
     if not any(token in text for token in (*tiny.SPECIAL, "<s>", "</s>", "<unk>")):
         assert ids == library.encode(text, add_special_tokens=False).ids
+
+
+@given(text=TEXTS)
+def test_fewest_tokens_is_a_lower_bound(text: str) -> None:
+    longest = max(len(BYTE_LEVEL.token_bytes(token_id)) for token_id in range(BYTE_LEVEL.vocab_size))
+    assert len(text) // longest == BYTE_LEVEL.fewest_tokens(text) <= len(BYTE_LEVEL.encode_plain(text))
+    assert BYTE_LEVEL.fewest_tokens(text) <= len(BYTE_LEVEL.encode(text))
+    assert SENTENCEPIECE.fewest_tokens(text) == 0  # one <unk> may stand for any number of characters
+
+
+def test_spaces_that_a_token_takes_are_not_counted() -> None:
+    library = tiny.byte_level_library()
+    library.add_special_tokens([AddedToken("<mask>", rstrip=True)])
+    tokenizer = Tokenizer(library.to_str())
+    assert len(tokenizer.encode("<mask>" + " " * 1000)) == 1
+    assert tokenizer.fewest_tokens("<mask>" + " " * 1000) == 0
 
 
 def test_bos_comes_once() -> None:

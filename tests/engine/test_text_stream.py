@@ -42,7 +42,8 @@ def oracle(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def stream_all(stream: TextStream, ids: list[int], sizes: list[int]) -> list[TextDelta]:
-    deltas, position = [], 0
+    deltas: list[TextDelta] = []
+    position = 0
     while position < len(ids) and not (deltas and deltas[-1].stopped):
         size = sizes[len(deltas) % len(sizes)] if sizes else 1
         deltas.append(stream.push(ids[position : position + size]))

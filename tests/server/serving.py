@@ -71,7 +71,7 @@ class Serving:
     def engine(self) -> AsyncEngine:
         return self.service.require_model().engine
 
-    async def post(self, path: str, body: Any = None, *, data: bytes | None = None, **options: Any) -> tuple[int, Any]:
+    async def post(self, path: str, body: Any = None, *, data: Any = None, **options: Any) -> tuple[int, Any]:
         """Status and parsed JSON of a POST, which must be answered with JSON."""
         async with self.http.post(self.url + path, json=body, data=data, **options) as response:
             assert response.content_type == "application/json"

@@ -74,6 +74,20 @@ async def test_both_endpoints_streamed_or_not_say_the_same() -> None:
         assert joined(await stream_chat(server)) == {0: TEXT}
 
 
+async def test_the_client_without_asyncio() -> None:
+    def ask(url: str) -> list[str]:
+        with (
+            openai.DefaultHttpxClient(trust_env=False) as http,
+            openai.OpenAI(base_url=url, api_key="-", http_client=http) as client,
+        ):
+            answer = client.chat.completions.create(model=MODEL, messages=user("hello"))
+            stream = client.completions.create(model=MODEL, prompt="hello", max_tokens=50, stream=True)
+            return [answer.choices[0].message.content or "", "".join(chunk.choices[0].text for chunk in stream)]
+
+    async with serving(says("hello", TEXT)) as server:
+        assert await asyncio.to_thread(ask, f"{server.url}/v1") == [TEXT, TEXT]
+
+
 async def test_length_ends_an_output() -> None:
     async with serving(says("hello", "hello world")) as server:
         completion = await complete(server, max_tokens=1)
@@ -118,9 +132,11 @@ async def test_choices_are_whole_and_indexed() -> None:
             assert found[:-1] == [None] * (len(found) - 1)
 
 
-async def test_unseeded_choices_differ() -> None:
+@pytest.mark.parametrize("top_k", [-1, 0])
+async def test_unseeded_choices_differ(top_k: int) -> None:
+    """tpu-inference I1386: top_k off meant greedy."""
     async with serving() as server:
-        texts = [choice.text for choice in (await complete(server, n=8)).choices]
+        texts = [choice.text for choice in (await complete(server, n=8, extra_body={"top_k": top_k})).choices]
         assert len(set(texts)) > 1
 
 
@@ -178,12 +194,36 @@ async def test_a_stop_string_ends_generation() -> None:
         await server.idle()
 
 
+async def test_the_engine_hears_of_a_stop_string() -> None:
+    """It would go on to the length limit, and the answer would wait for it."""
+    async with serving(fake_engine(step_seconds=0.002)) as server:
+        text = (await complete(server, max_tokens=20, seed=1)).choices[0].text
+        for _ in range(2):
+            before = server.engine.stats.num_output_tokens
+            await complete(server, max_tokens=400, seed=1, stop=text[2:5], extra_body={"ignore_eos": True})
+            await server.idle()
+            assert server.engine.stats.num_output_tokens - before < 40
+            await stream_completion(server, max_tokens=400, seed=1, stop=text[2:5])
+
+
 async def test_a_stop_string_counts_tokens_up_to_it() -> None:
     ids = BYTE_LEVEL.encode_plain("hello worldly goods")
     async with serving(says("hello", ids)) as server:
         completion = await complete(server, stop="world")
         assert completion.usage is not None
         assert completion.usage.completion_tokens == len(BYTE_LEVEL.encode_plain("hello world"))
+
+
+async def test_min_tokens_and_ignore_eos() -> None:
+    """tpu-inference I1524: both were ignored."""
+    async with serving(fake_engine(eos_probability=0.5)) as server:
+        for extra in ({"min_tokens": 30}, {"ignore_eos": True}):
+            usage = (await complete(server, max_tokens=60, extra_body=extra)).usage
+            assert usage is not None
+            assert usage.completion_tokens >= 30
+        usage = (await complete(server, max_tokens=60, seed=0)).usage
+        assert usage is not None
+        assert usage.completion_tokens < 30
 
 
 async def test_characters_over_several_tokens() -> None:
@@ -347,7 +387,8 @@ async def test_ids_outside_the_vocabulary() -> None:
 async def test_empty_prompts() -> None:
     """vllm I7283: without a BOS there is nothing to start from; with one there is. The next request works."""
     async with serving() as server:
-        for prompt in ("", [""], [[]]):
+        nothing: list[Any] = ["", [""], [[]]]
+        for prompt in nothing:
             with pytest.raises(openai.BadRequestError, match="at least 1 token"):
                 await complete(server, prompt)
         assert (await complete(server)).choices
@@ -371,6 +412,15 @@ async def test_not_a_number_is_refused_and_the_server_lives() -> None:
             status, body = await server.post("/v1/completions", data=data)
             assert status == 400
             assert body["error"]["param"] == "temperature"
+        assert (await complete(server)).choices
+
+
+async def test_echo_is_refused_and_the_server_lives() -> None:
+    """vllm I6521: with max_tokens 0 and logprobs it killed the server."""
+    async with serving() as server:
+        for fields in ({"echo": True}, {"max_tokens": 0}, {"echo": True, "max_tokens": 0, "logprobs": 1}):
+            with pytest.raises(openai.BadRequestError, match=r"echo|max_tokens"):
+                await complete(server, "Your answer: Yes", **fields)
         assert (await complete(server)).choices
 
 

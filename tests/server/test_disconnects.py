@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import random
@@ -13,6 +14,7 @@ import aiohttp
 import pytest
 
 from jaxserve.config import HttpConfig
+from jaxserve.server import handlers
 from tests.engine.engines import fake_engine
 from tests.server.serving import BYTE_LEVEL, MODEL, Serving, serving
 
@@ -101,34 +103,48 @@ async def test_closing_the_client_s_stream_early() -> None:
             await server.idle()
 
 
+@pytest.fixture
+def small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much a kernel takes from a server before a client has read it differs by megabytes; make it little."""
+    original = handlers._Answer._write_chunks
+
+    async def write_chunks(answer: Any, response: Any) -> None:
+        answer._request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        await original(answer, response)
+
+    monkeypatch.setattr(handlers._Answer, "_write_chunks", write_chunks)
+
+
+@pytest.mark.usefixtures("small_send_buffers")
 async def test_a_reader_that_stalls_is_dropped() -> None:
     """It costs two socket buffers and ours at most, and not for long."""
     config = HttpConfig(port=0, stall_seconds=0.3)
     async with serving(fake_engine(), config=config) as server:
-        body = {**LONG, "stream": True, "logprobs": 20, "n": 16}
+        body = {**LONG, "stream": True, "logprobs": 20, "n": 4}
         reader, writer = await raw_request(server, body)
-        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
-        writer.transport.pause_reading()
-        async with asyncio.timeout(10):
-            while await outcome_count(server, "stalled") == 0:
-                await asyncio.sleep(0.05)
-        await server.idle()
-        writer.close()
+        with contextlib.closing(writer):
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            async with asyncio.timeout(20):
+                while await outcome_count(server, "stalled") == 0:
+                    await asyncio.sleep(0.05)
+            await server.idle()
 
 
+@pytest.mark.usefixtures("small_send_buffers")
 async def test_a_slow_reader_gets_everything() -> None:
     async with serving() as server:
         body = {**LONG, "stream": True, "logprobs": 20, "temperature": 0}
         reader, writer = await raw_request(server, body)
-        await reader.readuntil(b"\r\n\r\n")
-        writer.transport.pause_reading()
-        await asyncio.sleep(0.3)
-        writer.transport.resume_reading()
-        data = await reader.readuntil(b"data: [DONE]\n\n")
-        texts = [json.loads(line[6:])["choices"][0]["text"] for line in data.split(b"\n") if line.startswith(b'data: {"id"')]
+        with contextlib.closing(writer):
+            await reader.readuntil(b"\r\n\r\n")
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep(0.3)
+            reader._transport.resume_reading()  # type: ignore[attr-defined]
+            data = await reader.readuntil(b"data: [DONE]\n\n")
+        chunks = [json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b'data: {"id"')]
         _, whole = await server.post("/v1/completions", {**LONG, "temperature": 0})
-        assert "".join(texts) == whole["choices"][0]["text"]
-        writer.close()
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
 
 
 # --- all at once ------------------------------------------------------------------------------------------------------
@@ -161,6 +177,7 @@ async def one_of_many(server: Serving, rng: random.Random) -> str:
         return "left"
 
 
+@pytest.mark.slow
 async def test_a_thousand_mixed_requests_with_disconnects() -> None:
     """All pages come back, no task is left, and memory does not grow with the number of requests."""
     rng = random.Random(0)

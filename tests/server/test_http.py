@@ -8,6 +8,8 @@ import re
 from typing import Any
 
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jaxserve import __version__
 from jaxserve.config import HttpConfig
@@ -75,6 +77,22 @@ async def test_completion_events_in_order() -> None:
         assert all("usage" not in chunk for chunk in (*middle, last))
 
 
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_answers_have_every_field_that_openai_s_types_require(logprobs: bool) -> None:
+    """The client itself builds its types without checking them."""
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+    chat |= {"logprobs": True, "top_logprobs": 2} if logprobs else {}
+    text = GOOD | ({"logprobs": 2} if logprobs else {})
+    usage = {"stream_options": {"include_usage": True}}
+    async with serving(says("hello", "hello world")) as server:
+        Completion.model_validate((await server.post(COMPLETIONS, text))[1])
+        ChatCompletion.model_validate((await server.post(CHAT, chat))[1])
+        for chunk in (await events(server, COMPLETIONS, text | usage))[:-1]:
+            Completion.model_validate_json(chunk.replace('"finish_reason":null', '"finish_reason":"stop"'))
+        for chunk in (await events(server, CHAT, chat | usage))[:-1]:
+            ChatCompletionChunk.model_validate_json(chunk)
+
+
 async def test_an_engine_failure_is_an_event() -> None:
     """vllm PR40986: failure before the first token gave only [DONE]."""
     async with serving(fake_engine(fail_on_submit=[0])) as server:
@@ -139,10 +157,14 @@ async def test_bodies_over_a_mebibyte_are_read_and_over_the_limit_refused() -> N
         within, beyond = (json.dumps({**GOOD, "prompt": "a" * size}).encode() for size in (2 << 20, 4 << 20))
         status, body = await server.post(COMPLETIONS, data=io.BytesIO(within))
         assert status == 400
-        assert f"prompt {2 << 20}" in body["error"]["message"]
+        assert f"prompt has {2 << 20} characters" in body["error"]["message"]
         status, body = await server.post(COMPLETIONS, data=io.BytesIO(beyond))
         assert status == 413
         assert f"larger than {3 << 20} bytes" in body["error"]["message"]
+        ids = json.dumps({**GOOD, "prompt": [5] * (1 << 19)}).encode()
+        status, body = await server.post(COMPLETIONS, data=io.BytesIO(ids))
+        assert status == 400
+        assert f"prompt {1 << 19}" in body["error"]["message"]
         assert (await server.post(COMPLETIONS, GOOD))[0] == 200
 
 

@@ -76,7 +76,7 @@ async def process(*flags: str) -> AsyncIterator[Running]:
 # --- signals, in a process of their own -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 async def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
     async with process("--step-seconds", "0.01", "--drain-seconds", "10") as server:
         await server.until_logged("ready")

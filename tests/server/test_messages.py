@@ -16,7 +16,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def chat(tokenizer: Any = TOKENIZER, **fields: Any) -> Call:
-    return parse_chat({"model": "m", "messages": HELLO, **fields}, tokenizer, model="m", call_id="c")
+    return parse_chat({"model": "m", "messages": HELLO, **fields}, tokenizer, model="m", max_context=512, call_id="c")
 
 
 def test_text_parts_are_joined() -> None:
@@ -76,9 +76,16 @@ def test_template_variables() -> None:
     tokenizer = tiny.byte_level("{{ messages[0].content }}{% if thinking %}<think>{% endif %}{{ tools }}")
     plain, thinking = chat(tokenizer), chat(tokenizer, chat_template_kwargs={"thinking": True})
     assert len(thinking.requests[0].prompt) == len(plain.requests[0].prompt) + 1
-    for wrong in ({"thinkin": True}, {"tools": []}, {"messages": []}, [], 5):
+    wrongs: list[Any] = [{"thinkin": True}, {"tools": []}, {"messages": []}, [], 5]
+    for wrong in wrongs:
         with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
             chat(tokenizer, chat_template_kwargs=wrong)
+
+
+def test_look_alikes_in_template_variables_stay_text() -> None:
+    tokenizer = tiny.byte_level("{{ messages[0].content }}{{ date }}<|im_end|>")
+    prompt = chat(tokenizer, chat_template_kwargs={"date": "<|im_end|>"}).requests[0].prompt
+    assert prompt.count(tiny.IM_END_ID) == 1
 
 
 def test_a_bos_of_the_template_comes_once() -> None:

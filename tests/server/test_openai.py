@@ -23,11 +23,11 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def completion(**fields: Any) -> Call:
-    return parse_completion({"model": "m", "prompt": "hello", **fields}, TOKENIZER, model="m", call_id="c")
+    return parse_completion({"model": "m", "prompt": "hello", **fields}, TOKENIZER, model="m", max_context=512, call_id="c")
 
 
 def chat(**fields: Any) -> Call:
-    return parse_chat({"model": "m", "messages": HELLO, **fields}, TOKENIZER, model="m", call_id="c")
+    return parse_chat({"model": "m", "messages": HELLO, **fields}, TOKENIZER, model="m", max_context=512, call_id="c")
 
 
 BOTH = pytest.mark.parametrize("parse", [completion, chat])
@@ -162,54 +162,69 @@ def test_fields_that_change_nothing_are_accepted(parse: Any, field: str, value: 
 
 # --- fields that are refused ------------------------------------------------------------------------------------------
 
-WRONG: list[tuple[str, Any]] = [
-    *(("max_tokens", value) for value in (0, -1, 1.0, "5", True, [5], 2**40)),
-    *(("min_tokens", value) for value in (-1, 0.5, "1", False)),
-    *(("temperature", value) for value in (-0.1, 1000, "1", True, math.nan, math.inf, 10**400, None.__class__.__name__)),
-    *(("top_p", value) for value in (0, 1.1, "0.5", math.nan)),
-    *(("top_k", value) for value in (-2, 1.5, "5", True, 2**31)),
-    *(("min_p", value) for value in (-0.1, 1.1, -math.inf)),
-    *(("seed", value) for value in (1.0, "1", True, 2**64, -(2**63) - 1)),
-    *(("presence_penalty", value) for value in (2.1, "x", math.nan)),
-    *(("frequency_penalty", value) for value in (-2.1, {}, math.inf)),
-    *(("repetition_penalty", value) for value in (0, -1, 101)),
-    *(("stop", value) for value in ("", ["a", ""], [1], 5, {"a": 1}, ["a"] * 17, "x" * 257, ["\ud800"], True)),
-    *(("stop_token_ids", value) for value in (5, ["5"], [1.0], [True], list(range(17)))),
-    *(("ignore_eos", value) for value in (1, "true")),
-    *(("logit_bias", value) for value in ([], {"x": 1}, {"5": "1"}, {"5": 101}, {"5": math.nan}, {"-1": 1}, {"1_0": 1})),
-    *(("logit_bias", value) for value in ({"05": 1}, {"٣": 1}, {"9" * 4000: 1}, {str(i): 1 for i in range(301)})),
-    *(("n", value) for value in (0, -1, 129, 1.0, "2", True)),
-    *(("stream", value) for value in (1, "true", [])),
-    *(("stream_options", value) for value in ({"include_usage": True}, [], True)),
-    *(("priority", value) for value in (1.5, "1", True, 2**40)),
-    *(("user", value) for value in (5, {}, "\ud800")),
-    *(("echo", value) for value in (True, 0, "false")),
-    *(("store", value) for value in (True, 0)),
-    *(("metadata", value) for value in ({"a": "b"}, [])),
-    *(("service_tier", value) for value in ("flex", 1)),
-    *(("response_format", value) for value in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text")),
-    *(("prompt_logprobs", value) for value in (0, 1)),
-    *(("skip_special_tokens", value) for value in (False, 1)),
-]
-WRONG_COMPLETION: list[tuple[str, Any]] = [
-    *(("best_of", value) for value in (2, 0, True, 1.0)),
-    *(("suffix", value) for value in ("tail", 1)),
-    *(("logprobs", value) for value in (-1, 21, True, 1.0, "5")),
-    *(("prompt", value) for value in (None, 5, {}, [], True, "\ud800", 1.5)),
-]
-WRONG_CHAT: list[tuple[str, Any]] = [
-    *(("max_completion_tokens", value) for value in (0, 1.5, True)),
-    *(("logprobs", value) for value in (1, 5, "true")),
-    *(("top_logprobs", value) for value in (5, 21, -1, True)),
-    *(("tools", value) for value in ([{"type": "function", "function": {"name": "f"}}], {})),
-    *(("tool_choice", value) for value in ("required", {"type": "function"})),
-    *(("functions", value) for value in ([{"name": "f"}],)),
-    *(("modalities", value) for value in (["text", "audio"], ["audio"])),
-    *(("reasoning_effort", value) for value in ("low",)),
-    *(("parallel_tool_calls", value) for value in (False,)),
-    *(("messages", value) for value in (None, [], "hi", {}, 5)),
-    *(("chat_template", value) for value in ("{{ 1 }}",)),
-]
+WRONG: dict[str, list[Any]] = {
+    "max_tokens": [0, -1, 1.0, "5", True, [5], 2**40],
+    "min_tokens": [-1, 0.5, "1", False],
+    "temperature": [-0.1, 1000, "1", True, math.nan, math.inf, 10**400, "hot"],
+    "top_p": [0, 1.1, "0.5", math.nan],
+    "top_k": [-2, 1.5, "5", True, 2**31],
+    "min_p": [-0.1, 1.1, -math.inf],
+    "seed": [1.0, "1", True, 2**64, -(2**63) - 1],
+    "presence_penalty": [2.1, "x", math.nan],
+    "frequency_penalty": [-2.1, {}, math.inf],
+    "repetition_penalty": [0, -1, 101],
+    "stop": ["", ["a", ""], [1], 5, {"a": 1}, ["a"] * 17, "x" * 257, ["\ud800"], True],
+    "stop_token_ids": [5, ["5"], [1.0], [True], list(range(17))],
+    "ignore_eos": [1, "true"],
+    "logit_bias": [
+        [],
+        {"x": 1},
+        {"5": "1"},
+        {"5": 101},
+        {"5": math.nan},
+        {"-1": 1},
+        {"1_0": 1},
+        {"05": 1},
+        {"٣": 1},
+        {"9" * 4000: 1},
+        {str(i): 1 for i in range(301)},
+    ],
+    "n": [0, -1, 129, 1.0, "2", True],
+    "stream": [1, "true", []],
+    "stream_options": [{"include_usage": True}, [], True],
+    "priority": [1.5, "1", True, 2**40],
+    "user": [5, {}, "\ud800"],
+    "echo": [True, 0, "false"],
+    "store": [True, 0],
+    "metadata": [{"a": "b"}, []],
+    "service_tier": ["flex", 1],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text"],
+    "prompt_logprobs": [0, 1],
+    "skip_special_tokens": [False, 1],
+}
+WRONG_COMPLETION: dict[str, list[Any]] = {
+    "best_of": [2, 0, True, 1.0],
+    "suffix": ["tail", 1],
+    "logprobs": [-1, 21, True, 1.0, "5"],
+    "prompt": [None, 5, {}, [], True, "\ud800", 1.5],
+}
+WRONG_CHAT: dict[str, list[Any]] = {
+    "max_completion_tokens": [0, 1.5, True],
+    "logprobs": [1, 5, "true"],
+    "top_logprobs": [5, 21, -1, True],
+    "tools": [[{"type": "function", "function": {"name": "f"}}], {}],
+    "tool_choice": ["required", {"type": "function"}],
+    "functions": [[{"name": "f"}]],
+    "modalities": [["text", "audio"], ["audio"]],
+    "reasoning_effort": ["low"],
+    "parallel_tool_calls": [False],
+    "messages": [None, [], "hi", {}, 5],
+    "chat_template": ["{{ 1 }}"],
+}
+
+
+def cases(wrong: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    return [(field, value) for field, values in wrong.items() for value in values]
 
 
 def check_refused(parse: Any, field: str, value: Any) -> None:
@@ -222,17 +237,17 @@ def check_refused(parse: Any, field: str, value: Any) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(("field", "value"), WRONG)
+@pytest.mark.parametrize(("field", "value"), cases(WRONG))
 def test_wrong_values_are_refused_by_name(parse: Any, field: str, value: Any) -> None:
     check_refused(parse, field, value)
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG_COMPLETION)
+@pytest.mark.parametrize(("field", "value"), cases(WRONG_COMPLETION))
 def test_wrong_values_of_completions(field: str, value: Any) -> None:
     check_refused(completion, field, value)
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG_CHAT)
+@pytest.mark.parametrize(("field", "value"), cases(WRONG_CHAT))
 def test_wrong_values_of_chat(field: str, value: Any) -> None:
     check_refused(chat, field, value)
 
@@ -259,6 +274,18 @@ def test_one_body_cannot_ask_for_too_many_sequences() -> None:
     for prompt, n in (([[5]] * 2049, 1), (["a"] * 2049, 1), ([[5]] * 100, 128)):
         with pytest.raises(InvalidRequest, match="2048 sequences"):
             completion(prompt=prompt, n=n)
+
+
+def test_text_that_cannot_fit_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TOKENIZER, "_encode", lambda _: pytest.fail("must not encode"))
+    long = "a" * 10_000_000
+    for parse, fields, name in (
+        (completion, {"prompt": long}, "prompt"),
+        (completion, {"prompt": ["a" * 10_000_000]}, r"prompt\[0\]"),
+        (chat, {"messages": [{"role": "user", "content": long}]}, r"messages\[0\]\.content"),
+    ):
+        with pytest.raises(InvalidRequest, match=rf"^{name} has 10000000 characters, .* the context is 512$"):
+            parse(**fields)
 
 
 @BOTH
@@ -298,7 +325,7 @@ def test_wrong_types_say_what_was_found(parse: Any) -> None:
 def test_a_body_that_is_no_object(value: Any) -> None:
     for parse in (parse_completion, parse_chat):
         with pytest.raises(InvalidRequest, match="the body must be a JSON object, found"):
-            parse(value, TOKENIZER, model="m", call_id="c")
+            parse(value, TOKENIZER, model="m", max_context=512, call_id="c")
 
 
 @BOTH
@@ -323,7 +350,7 @@ JSON = st.recursive(
 def test_any_body_is_a_call_or_a_request_error(fields: dict[str, Any]) -> None:
     for parse in (parse_completion, parse_chat):
         try:
-            call = parse({"model": "m", **fields}, TOKENIZER, model="m", call_id="c")
+            call = parse({"model": "m", **fields}, TOKENIZER, model="m", max_context=512, call_id="c")
         except RequestError:
             continue
         assert call.requests
@@ -331,7 +358,8 @@ def test_any_body_is_a_call_or_a_request_error(fields: dict[str, Any]) -> None:
 
 def test_every_field_of_the_specification_is_known(shared: Path) -> None:
     yaml = pytest.importorskip("yaml")
-    schemas = yaml.safe_load((shared / "data/openai-spec/openapi.yaml").read_text())["components"]["schemas"]
+    text = (shared / "data/openai-spec/openapi.yaml").read_text()
+    schemas = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["components"]["schemas"]
 
     def properties(schema: dict[str, Any]) -> set[str]:
         if "$ref" in schema:
@@ -356,4 +384,4 @@ def test_hostile_json(shared: Path) -> None:
             continue
         assert not path.name.startswith("n_") or path.stem in lenient, path.name
         with pytest.raises(InvalidRequest):
-            parse_chat(value, TOKENIZER, model="m", call_id="c")
+            parse_chat(value, TOKENIZER, model="m", max_context=512, call_id="c")
