@@ -109,9 +109,9 @@ def _run_ours(engine: ours.Engine, workload: Workload, found: Findings) -> None:
     rates = throughput(workload, first.seconds, whole.seconds)
     found.rounds.add(OURS, workload, rates)
     progress(throughput_line(OURS, workload, rates))
-    if workload is BATCHED and (rate := ceiling.decode_ceiling(engine.core, workload.batch)) is not None:
-        found.ceilings.append(rate)
-        progress(f"ceiling of a decode step at {workload.batch} sequences: {rate:.1f} tok/s")
+    if workload is BATCHED and (rates_at_best := ceiling.decode_ceiling(engine.runner, workload.batch)):
+        found.ceilings.append(median(rates_at_best))
+        progress(f"ceiling of a decode step at {workload.batch} sequences: {found.ceilings[-1]:.1f} tok/s")
 
 
 def _run_peer(peer: Peer, workloads: Sequence[Workload], timeout: float, found: Findings) -> None:

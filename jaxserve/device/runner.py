@@ -21,12 +21,11 @@ from jaxserve.config import ModelConfig
 from jaxserve.device import compile_counter
 from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
 from jaxserve.device.pack import abstract_upload, pack
-from jaxserve.device.sampler import SlotState, empty_state
+from jaxserve.device.sampler import Sampled, SlotState, empty_state
 from jaxserve.device.step import POOL_AXES, DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
 from jaxserve.models.sharding import padded_shape
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import MAX_LOGIT_BIAS, TokenLogprobs
-from pallas_kernels.paged_attention import Impl
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class DeviceRunner:
     """
 
     def __init__(
-        self, config: ModelConfig, params: Any, mesh: Mesh, limits: RunnerLimits, dtype: np.dtype, attention_impl: Impl
+        self, config: ModelConfig, params: Any, mesh: Mesh, limits: RunnerLimits, dtype: np.dtype, attention_impl: str
     ) -> None:
         compile_counter.start_counting()
         self._config = config
@@ -138,6 +137,24 @@ class DeviceRunner:
             np.asarray(self._dispatch(bucket, packed))
         self._compiles_when_ready = compile_counter.num_compiles()
 
+    def time_variant(
+        self, bucket: Bucket, attention_impl: str, choose: Callable[..., Sampled], *, num_steps: int, rounds: int
+    ) -> list[float]:
+        """Seconds per step of a variant of `bucket`'s program, run back to back on empty rows, for each round.
+
+        For benchmarks: compiles, and leaves the slots' state meaningless, so no sequence may be live.
+        """
+        step = self._compile_step(make_step(self._config, self._limits, bucket, attention_impl, choose), bucket)
+        uploaded = jax.device_put(pack(StepPlan(-1, ()), bucket, self._limits)[0], self._everywhere)
+        seconds = []
+        for _ in range(rounds + 1):
+            started = time.perf_counter()
+            for _ in range(num_steps):
+                self._state, result = step(self._params, self._state, uploaded)
+            result.block_until_ready()
+            seconds.append((time.perf_counter() - started) / num_steps)
+        return seconds[1:]
+
     def submit(self, plan: StepPlan) -> DeviceStep:
         """Pack and dispatch `plan` without waiting for it."""
         started = time.perf_counter()
@@ -155,7 +172,9 @@ class DeviceRunner:
         return result
 
     def _compile(self, bucket: Bucket) -> Any:
-        step = make_step(self._config, self._limits, bucket, self._attention_impl)
+        return self._compile_step(make_step(self._config, self._limits, bucket, self._attention_impl), bucket)
+
+    def _compile_step(self, step: Callable[..., Any], bucket: Bucket) -> Any:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)
         jitted = jit_step(step, self._mesh, specs, self._config.num_layers)
         upload = abstract_upload(bucket, self._limits, self._everywhere)

@@ -17,13 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.config import ModelConfig
 from jaxserve.device.buckets import Bucket
-from jaxserve.device.pack import unpack
+from jaxserve.device.pack import SampleRows, unpack
 from jaxserve.device.sampler import Sampled, SlotState, sample
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.sharding import partition_spec
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import MAX_LOGPROBS
-from pallas_kernels.paged_attention import Impl
 
 POOL_AXES = ("pages", "kv_heads", "page", "head_dim")
 
@@ -37,9 +36,16 @@ class DeviceState:
 
 
 def make_step(
-    config: ModelConfig, limits: RunnerLimits, bucket: Bucket, attention_impl: Impl
+    config: ModelConfig,
+    limits: RunnerLimits,
+    bucket: Bucket,
+    attention_impl: str,
+    choose: Callable[[Array, SampleRows, SlotState], Sampled] = sample,
 ) -> Callable[[Any, DeviceState, Array], tuple[DeviceState, Array]]:
     """The step of one bucket, to be called inside `shard_map`.
+
+    Args:
+        choose: makes tokens of logits; another than `sample` is for measuring what sampling costs.
 
     Returns:
         A function of parameters, state and packed upload to the new state and the packed result; see `pack_sampled`.
@@ -54,7 +60,7 @@ def make_step(
         logits, pools = forward(
             params, state.pools, batch, config, num_single=bucket.num_single, attention_impl=attention_impl
         )
-        sampled = sample(logits, rows, slots)
+        sampled = choose(logits, rows, slots)
         slots = slots.replace(tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))
         return DeviceState(pools=pools, slots=slots), pack_sampled(sampled)
 

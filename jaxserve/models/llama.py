@@ -20,7 +20,7 @@ from jaxserve.models.layers import embed, linear, psum, rms_norm, rotary_frequen
 from jaxserve.models.params import ParamSpec
 from jaxserve.models.sharding import TENSOR
 from pallas_kernels.kv_update import kv_update
-from pallas_kernels.paged_attention import Impl, paged_attention, schedule
+from pallas_kernels.paged_attention import paged_attention, schedule
 
 IGNORED_TENSORS = ("*.rotary_emb.inv_freq", "*.attention.masked_bias", "*.attention.bias")
 
@@ -115,7 +115,7 @@ def forward(
     config: ModelConfig,
     *,
     num_single: int,
-    attention_impl: Impl,
+    attention_impl: str,
 ) -> tuple[Float[Array, "V R"], tuple[Float[Array, "P K B D2"], ...]]:
     """Run one step.
 
@@ -164,7 +164,7 @@ def _block(
     batch: StepBatch,
     work: Any,
     config: ModelConfig,
-    impl: Impl,
+    impl: str,
 ) -> tuple[Float[Array, "E T"], Float[Array, "P K B D2"]]:
     attended, pool = _attention(layer, pool, x, rotary, batch, work, config, impl)
     x = x + attended
@@ -179,7 +179,7 @@ def _attention(
     batch: StepBatch,
     work: Any,
     config: ModelConfig,
-    impl: Impl,
+    impl: str,
 ) -> tuple[Float[Array, "E T"], Float[Array, "P K B D2"]]:
     heads, parts, dim, hidden = layer.qkv.shape
     tokens = x.shape[1]

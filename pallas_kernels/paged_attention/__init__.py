@@ -13,16 +13,27 @@ What depends on the rows alone is computed once a step, by `schedule`, and serve
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import reference, xla
 
-Impl = Literal["reference", "xla"]
 
-_SCHEDULES: dict[Impl, Callable[..., Any]] = {"reference": reference.schedule, "xla": xla.schedule}
-_IMPLS: dict[Impl, Callable[..., Any]] = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """A `schedule` and the `paged_attention` that reads it, with the signatures of this module less `impl`."""
+
+    schedule: Callable[..., Any]
+    paged_attention: Callable[..., Any]
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.schedule, reference.paged_attention),
+    "xla": Implementation(xla.schedule, xla.paged_attention),
+}
+"""By name. An experiment adds its own in one line; "reference" is the definition, "xla" the fast path without a kernel."""
 
 
 def schedule(
@@ -33,7 +44,7 @@ def schedule(
     num_tokens: int,
     num_single: int,
     page_size: int,
-    impl: Impl,
+    impl: str,
 ) -> Any:
     """Lay out a step's work for `paged_attention`.
 
@@ -44,12 +55,12 @@ def schedule(
         num_tokens: `T`.
         num_single: leading rows that own one token each.
         page_size: `B`.
-        impl: "reference" is the definition, "xla" the fast path where there is no Pallas kernel.
+        impl: a key of `IMPLEMENTATIONS`.
 
     Returns:
         A pytree that only the same `impl` reads.
     """
-    return _SCHEDULES[impl](
+    return IMPLEMENTATIONS[impl].schedule(
         block_table, row_offsets, lengths, num_tokens=num_tokens, num_single=num_single, page_size=page_size
     )
 
@@ -60,7 +71,7 @@ def paged_attention(
     work: Any,
     *,
     scale: float,
-    impl: Impl,
+    impl: str,
 ) -> Float[Array, "T N D"]:
     """Attend each token to its sequence's positions up to and including its own.
 
@@ -73,4 +84,4 @@ def paged_attention(
     Returns:
         Attention outputs in the dtype of `queries`. Outputs of padding tokens are finite and otherwise unspecified.
     """
-    return _IMPLS[impl](queries, pages, work, scale=scale)
+    return IMPLEMENTATIONS[impl].paged_attention(queries, pages, work, scale=scale)

@@ -283,7 +283,9 @@ def _chunks(queries: Float[Array, "T K G D"], pages: Float[Array, "P K B D2"], w
         )
         _, total, acc = lax.fori_loop(0, -(-last // block), one_block, start)
         tile_out = (acc / total[..., None]).reshape(num_kv_heads, group, tile, head_dim).transpose(2, 0, 1, 3)
-        return lax.dynamic_update_slice_in_dim(out, tile_out, first, axis=0)
+        return lax.dynamic_update_slice_in_dim(out, tile_out.reshape(tile, -1), first, axis=0)
 
-    start = jnp.zeros((num_tokens + tile, num_kv_heads, group, head_dim), jnp.float32)
-    return lax.fori_loop(0, work.num_tiles, one_tile, start)[:num_tokens]
+    # Two dimensions, so that the result has tokens outermost: with four the compiler leaves them inside and copies it all.
+    start = jnp.zeros((num_tokens + tile, num_kv_heads * group * head_dim), jnp.float32)
+    out = lax.fori_loop(0, work.num_tiles, one_tile, start)
+    return out[:num_tokens].reshape(num_tokens, num_kv_heads, group, head_dim)
