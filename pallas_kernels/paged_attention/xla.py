@@ -39,7 +39,7 @@ class DecodeWork:
         num_items: how many are real.
         row: each item's row; `S` past the end.
         visible: positions of the block that the row may see.
-        page_ids: pages of the block, 0 in place of those past the row's length.
+        page_ids: pages of the block, the row's first in place of those past its length.
     """
 
     num_items: Int[Array, ""]
@@ -91,8 +91,10 @@ def schedule(
 ) -> Work:
     """See `pallas_kernels.paged_attention.schedule`."""
     page = jnp.arange(block_table.shape[1])[None, :]
-    # Ids past a row's length are never trusted: they read page 0, masked.
-    table = jnp.where(page * page_size < lengths[:, None], block_table, 0)
+    # Ids past a row's length are never trusted. What is read in their place is masked, but a NaN would come through: so it
+    # is the row's own first page, and never one that nobody owns.
+    first = jnp.where(lengths > 0, block_table[:, 0], 0)
+    table = jnp.where(page * page_size < lengths[:, None], block_table, first[:, None])
     decode = chunks = None
     if num_single:
         decode = _schedule_decode(table[:num_single], lengths[:num_single], page_size)
@@ -123,7 +125,7 @@ def paged_attention(
 def _blocked_table(table: Int[Array, "S W"], per_block: int) -> Int[Array, "S blocks pages_per_block"]:
     num_rows, width = table.shape
     blocks = -(-width // per_block)
-    return jnp.pad(table, ((0, 0), (0, blocks * per_block - width))).reshape(num_rows, blocks, per_block)
+    return jnp.pad(table, ((0, 0), (0, blocks * per_block - width)), mode="edge").reshape(num_rows, blocks, per_block)
 
 
 def _gather_blocks(pages: Float[Array, "P K B D2"], page_ids: Int[Array, "I pages_per_block"]) -> Float[Array, "I K block D2"]:
@@ -148,7 +150,8 @@ def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_s
     ends = jnp.cumsum(num_blocks)
     item = jnp.arange(max_items)
     row = jnp.sum(item[:, None] >= ends[None, :], axis=1)  # [I]; S past the end
-    safe_row = jnp.minimum(row, num_rows - 1)
+    last_row = jnp.max(jnp.where(lengths > 0, jnp.arange(num_rows), 0))
+    safe_row = jnp.where(row < num_rows, row, last_row)  # what fills up the last turn reads pages that someone owns
     index = jnp.where(row < num_rows, item - (ends - num_blocks)[safe_row], 0)
     return DecodeWork(
         num_items=ends[-1],
