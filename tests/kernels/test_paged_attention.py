@@ -1,0 +1,211 @@
+"""`paged_attention`: the definition against plain loops, every other implementation against the definition."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels.paged_attention import paged_attention, schedule, xla
+from pallas_kernels.paged_attention.cases import CASES, Case, Inputs, make_inputs, owned_pages, real_tokens
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+"""Outputs are averages of standard normal values; bfloat16 ones are rounded to 8 bits at the end."""
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def plan(inputs: Inputs, impl: str) -> Any:
+    """The step's work, as `schedule` lays it out."""
+    return schedule(
+        inputs.block_table,
+        inputs.row_offsets,
+        inputs.lengths,
+        num_tokens=inputs.queries.shape[0],
+        num_single=inputs.num_single,
+        page_size=inputs.pages.shape[2],
+        impl=impl,
+    )
+
+
+@partial(jax.jit, static_argnames="impl")
+def _attend(inputs: Inputs, impl: str) -> jax.Array:
+    scale = inputs.queries.shape[-1] ** -0.5
+    return paged_attention(inputs.queries, inputs.pages, plan(inputs, impl), scale=scale, impl=impl)
+
+
+def attend(inputs: Inputs, impl: str) -> np.ndarray:
+    """Outputs in float32, [T, N, D]."""
+    return np.asarray(_attend(inputs, impl), np.float32)
+
+
+def poisoned(inputs: Inputs) -> Inputs:
+    """The same inputs with NaN in every page that no row owns."""
+    nobodys = np.setdiff1d(np.arange(inputs.pages.shape[0]), owned_pages(inputs))
+    assert nobodys.size
+    pages = np.array(inputs.pages)
+    pages[nobodys] = np.nan
+    return inputs.replace(pages=jnp.asarray(pages))  # type: ignore[attr-defined]
+
+
+def by_loops(inputs: Inputs) -> np.ndarray:
+    """The same in float64, a token and a head at a time; zeros for padding."""
+    pages = np.asarray(inputs.pages, np.float64)
+    queries = np.asarray(inputs.queries, np.float64)
+    num_heads, head_dim = queries.shape[1:]
+    _, num_kv_heads, page_size, _ = pages.shape
+    offsets, out = np.asarray(inputs.row_offsets), np.zeros(queries.shape)
+    for row, length in enumerate(np.asarray(inputs.lengths)):
+        ids = np.asarray(inputs.block_table)[row, : -(-length // page_size)]
+        kv = pages[ids].transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, 2 * head_dim)
+        for token in range(offsets[row], offsets[row + 1]) if length else ():
+            visible = length - (offsets[row + 1] - 1 - token)
+            for head in range(num_heads):
+                mine = kv[head // (num_heads // num_kv_heads), :visible]
+                scores = mine[:, :head_dim] @ queries[token, head] / np.sqrt(head_dim)
+                weights = np.exp(scores - scores.max())
+                out[token, head] = weights @ mine[:, head_dim:] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("name", ["decodes_and_chunks", "chunks_of_every_kind", "decodes_of_mha", "nothing_but_padding"])
+def test_the_definition_is_what_loops_compute(name: str) -> None:
+    inputs = make_inputs(BY_NAME[name])
+    np.testing.assert_allclose(attend(inputs, "reference"), by_loops(inputs), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("impl", ["xla"])
+def test_implementation_agrees_with_the_definition(impl: str, case: Case) -> None:
+    inputs = make_inputs(case)
+    real = real_tokens(inputs)
+    found = attend(inputs, impl)
+    np.testing.assert_allclose(found[real], attend(inputs, "reference")[real], rtol=0, atol=TOLERANCE[case.dtype])
+    assert np.isfinite(found).all(), "outputs of padding tokens must be finite"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+def test_pages_that_no_row_owns_do_not_matter(impl: str, case: Case) -> None:
+    """Not even when what they hold is not a number: a page keeps what its last owner left."""
+    for seed in range(3):  # other pages are nobody's: page 0 among them, which stands for "none" in places
+        inputs = make_inputs(case, seed)
+        np.testing.assert_array_equal(attend(poisoned(inputs), impl), attend(inputs, impl))
+
+
+@pytest.mark.parametrize("name", ["decodes_and_chunks", "decodes_in_a_wide_table", "chunks_of_every_kind"])
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("garbage", [0, -1, -(2**31), 2**31 - 1])
+def test_table_entries_past_the_length_do_not_matter(impl: str, name: str, garbage: int) -> None:
+    inputs = make_inputs(BY_NAME[name])
+    page = jnp.arange(inputs.block_table.shape[1])[None, :]
+    unused = page * inputs.pages.shape[2] >= inputs.lengths[:, None]
+    changed = inputs.replace(block_table=jnp.where(unused, garbage, inputs.block_table))  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(attend(changed, impl), attend(inputs, impl))
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+def test_positions_past_the_length_do_not_matter(impl: str) -> None:
+    """The rest of a row's last page holds what its last owner left."""
+    inputs = make_inputs(BY_NAME["decodes_and_chunks"])
+    expected, page_size = attend(inputs, impl), inputs.pages.shape[2]
+    pages = np.array(inputs.pages)
+    for row, length in enumerate(np.asarray(inputs.lengths)):
+        if length % page_size:
+            pages[np.asarray(inputs.block_table)[row, length // page_size], :, length % page_size :] = 1e4
+    found = attend(inputs.replace(pages=jnp.asarray(pages)), impl)  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(found[real_tokens(inputs)], expected[real_tokens(inputs)])
+
+
+# One shape, hence one program, for all examples of a layout.
+LAYOUTS = {
+    "grouped": Case(name="", num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, table_width=20, num_pages=120),
+    "small_pages": Case(name="", num_heads=8, num_kv_heads=2, head_dim=80, page_size=8, table_width=30, num_pages=180),
+    "large_pages": Case(
+        name="", num_heads=4, num_kv_heads=4, head_dim=128, page_size=64, table_width=5, num_pages=30, dtype="bfloat16"
+    ),
+}
+NUM_SINGLES, NUM_CHUNKS, CHUNK_TOKENS, MAX_LENGTH = 3, 3, 150, 240
+
+
+@st.composite
+def ragged_rows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Rows of `NUM_SINGLES` and `NUM_CHUNKS` that fit in the layouts, padding rows anywhere among them."""
+    length = st.sampled_from([0, 1, 63, 64, 65]) | st.integers(0, MAX_LENGTH)
+    singles = tuple(draw(st.lists(length, min_size=NUM_SINGLES, max_size=NUM_SINGLES)))
+    chunks, room = [], CHUNK_TOKENS
+    for _ in range(NUM_CHUNKS):
+        count = draw(st.integers(0, room))
+        room -= count
+        before = draw(st.sampled_from([0, 1, 16]) | st.integers(0, MAX_LENGTH - count)) if count else 0
+        chunks.append((count, min(before + count, MAX_LENGTH)))
+    return singles, tuple(chunks)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
+def test_xla_agrees_on_any_rows(layout: str, rows: tuple[tuple[int, ...], tuple[tuple[int, int], ...]], seed: int) -> None:
+    singles, chunks = rows
+    padding = CHUNK_TOKENS - sum(count for count, _ in chunks)
+    case = dataclasses.replace(LAYOUTS[layout], singles=singles, chunks=chunks, padding_tokens=padding)
+    inputs = poisoned(make_inputs(case, seed))
+    real, found = real_tokens(inputs), attend(inputs, "xla")
+    # Relative too: over thousands of rows, some output is one value of 4 or 5.
+    tolerance = TOLERANCE[case.dtype]
+    np.testing.assert_allclose(found[real], attend(inputs, "reference")[real], rtol=tolerance, atol=tolerance)
+    assert np.isfinite(found).all()
+
+
+# --- the work follows the real lengths --------------------------------------------------------------------------------
+
+
+def pages_gathered(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many pages the loops of `xla` read, counted as they run."""
+    gathered = []
+    gather = xla._gather_blocks
+
+    def counting(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: gathered.append(page_ids.size))
+        return gather(pages, page_ids)
+
+    monkeypatch.setattr(xla, "_gather_blocks", counting)
+    inputs = make_inputs(case)
+    attended = jax.jit(lambda: paged_attention(inputs.queries, inputs.pages, plan(inputs, "xla"), scale=1.0, impl="xla"))()
+    attended.block_until_ready()
+    jax.effects_barrier()
+    return sum(gathered)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1, 1, 1, 1), (64, 65, 0, 1), (1000, 0, 0, 3), (700, 800, 900, 1024), (0, 0, 0, 0)], ids=str
+)
+def test_decodes_read_what_is_there(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(name="", num_heads=2, num_kv_heads=1, head_dim=8, page_size=16, singles=lengths, table_width=64, num_pages=260)
+    needed = sum(-(-length // xla.DECODE_BLOCK) for length in lengths)
+    decode = plan(make_inputs(case), "xla").decode
+    assert decode.num_items == needed
+    turns = -(-needed // decode.items_per_turn)
+    assert pages_gathered(case, monkeypatch) == turns * decode.items_per_turn * xla.DECODE_BLOCK // case.page_size
+
+
+@pytest.mark.parametrize(
+    "chunks", [((1, 1),), ((128, 128), (129, 129)), ((5, 1000), (2, 2), (0, 0)), ((300, 1024),), ((0, 0), (0, 0))], ids=str
+)
+def test_chunks_read_what_is_there(chunks: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    padding = 512 - sum(count for count, _ in chunks)
+    case = Case(
+        name="", num_heads=2, num_kv_heads=1, head_dim=8, page_size=16, chunks=chunks, padding_tokens=padding,
+        table_width=64, num_pages=260,
+    )  # fmt: skip
+    tile, block = xla.CHUNK_TILE, xla.CHUNK_BLOCK
+    # Each tile sees up to its own last position and no further.
+    tiles = [min(length - count + end, length) for count, length in chunks for end in range(tile, count + tile, tile)]
+    assert plan(make_inputs(case), "xla").chunks.num_tiles == len(tiles)
+    assert pages_gathered(case, monkeypatch) == sum(-(-last // block) for last in tiles) * block // case.page_size
