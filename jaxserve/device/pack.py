@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.device.buckets import Bucket, num_samples
-from jaxserve.models.batch import StepBatch
+from jaxserve.models.batch import NO_PAGE, StepBatch
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan
 
 FROM_DEVICE = -1
@@ -225,7 +225,7 @@ def unpack(
     batch = StepBatch(
         token_ids=jnp.where(known, parts["tokens"], tokens_by_slot[token_slots, positions]),
         positions=positions,
-        page_ids=jnp.where(real, page_ids, limits.num_pages),
+        page_ids=jnp.where(real, page_ids, NO_PAGE),
         page_offsets=positions % limits.page_size,
         block_table=parts["block_table"],
         row_offsets=row_offsets,

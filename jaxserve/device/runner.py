@@ -1,4 +1,4 @@
-"""The runner: parameters, KV pools and compiled steps on a mesh, behind `plan.Runner`.
+"""The runner: parameters, KV pool and compiled steps on a mesh, behind `plan.Runner`.
 
 Owns device memory and the compiled programs. Knows neither requests, text nor the event loop.
 """
@@ -6,6 +6,7 @@ Owns device memory and the compiled programs. Knows neither requests, text nor t
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import ModelConfig
 from jaxserve.device import compile_counter
 from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
+from jaxserve.device.compiler import step_options
 from jaxserve.device.pack import abstract_upload, pack
 from jaxserve.device.sampler import Sampled, SlotState, empty_state
 from jaxserve.device.step import POOL_AXES, DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
@@ -33,13 +35,13 @@ COMPILE_THREADS = 2
 
 
 def pool_shape(config: ModelConfig, num_pages: int, page_size: int, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of one layer's KV pool on the mesh, padded heads included."""
-    return padded_shape((num_pages, config.num_kv_heads, page_size, 2 * config.head_dim), POOL_AXES, mesh)
+    """Shape of the KV pool of all layers on the mesh, padded heads included."""
+    return padded_shape((config.num_layers * num_pages, config.num_kv_heads, page_size, 2 * config.head_dim), POOL_AXES, mesh)
 
 
 def page_bytes(config: ModelConfig, page_size: int, mesh: Mesh, dtype: np.dtype) -> int:
     """Bytes of one page in all layers, over all devices of the mesh."""
-    return config.num_layers * int(np.prod(pool_shape(config, 1, page_size, mesh))) * dtype.itemsize
+    return math.prod(pool_shape(config, 1, page_size, mesh)) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,8 @@ class DeviceRunner:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all KV pools over all devices."""
-        return sum(pool.nbytes for pool in self._state.pools)
+        """Bytes of the KV pool over all devices."""
+        return self._state.pool.nbytes
 
     @property
     def weight_bytes(self) -> int:
@@ -176,19 +178,20 @@ class DeviceRunner:
 
     def _compile_step(self, step: Callable[..., Any], bucket: Bucket) -> Any:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)
-        jitted = jit_step(step, self._mesh, specs, self._config.num_layers)
+        jitted = jit_step(step, self._mesh, specs)
         upload = abstract_upload(bucket, self._limits, self._everywhere)
-        return jitted.lower(_abstract(self._params), _abstract(self._state), upload).compile()
+        lowered = jitted.lower(_abstract(self._params), _abstract(self._state), upload)
+        return lowered.compile(compiler_options=step_options(bucket))
 
     def _empty_state(self, dtype: np.dtype) -> DeviceState:
         limits, config = self._limits, self._config
         shape = pool_shape(config, limits.num_pages, limits.page_size, self._mesh)
 
         def make() -> DeviceState:
-            pools = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
-            return DeviceState(pools=pools, slots=empty_state(limits.max_seqs, limits.max_context, config.vocab_size))
+            slots = empty_state(limits.max_seqs, limits.max_context, config.vocab_size)
+            return DeviceState(pool=jnp.zeros(shape, dtype), slots=slots)
 
-        return jax.jit(make, out_shardings=state_shardings(self._mesh, config.num_layers))()
+        return jax.jit(make, out_shardings=state_shardings(self._mesh))()
 
     def _compile_set_bias(self) -> Any:
         def set_bias(slots: SlotState, slot: jax.Array, ids: jax.Array, values: jax.Array) -> SlotState:

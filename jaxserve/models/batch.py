@@ -5,6 +5,9 @@ from __future__ import annotations
 from flax import struct
 from jaxtyping import Array, Int
 
+NO_PAGE = 2**30
+"""Past the pool's end in every layer: what is written there is dropped."""
+
 
 @struct.dataclass
 class StepBatch:
@@ -12,7 +15,7 @@ class StepBatch:
 
     Attributes:
         token_ids: padding tokens hold 0.
-        page_ids: page that each token's K and V go to; `P`, which is no page, for padding tokens.
+        page_ids: page that each token's K and V go to, in each layer's pages; `NO_PAGE` for padding tokens.
         page_offsets: place within the page.
         last_token: index of the token whose logits are wanted, for each row that wants them; 0 for padding.
     """

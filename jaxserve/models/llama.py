@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.config import ModelConfig
 from jaxserve.models.batch import StepBatch
@@ -29,12 +29,10 @@ IGNORED_TENSORS = ("*.rotary_emb.inv_freq", "*.attention.masked_bias", "*.attent
 class LlamaLayer:
     """One block. `G` is the number of query heads of a KV head, which come before their K and V in `qkv`."""
 
-    attention_norm: Float[Array, " E"]
     qkv: Float[Array, "K G+2 D E"]
     qkv_bias: Float[Array, "K G+2 D"] | None
     output: Float[Array, "E K G D"]
     output_bias: Float[Array, " E"] | None
-    mlp_norm: Float[Array, " E"]
     gate_up: Float[Array, "2 F E"]
     gate_up_bias: Float[Array, "2 F"] | None
     down: Float[Array, "E F"]
@@ -43,9 +41,14 @@ class LlamaLayer:
 
 @struct.dataclass
 class LlamaParams:
-    """The whole model. `lm_head` is None where it is tied to `embedding`."""
+    """The whole model. `lm_head` is None where it is tied to `embedding`.
+
+    The norms of all layers are one array, each layer's before attention and before its MLP: every array costs some
+    microseconds of host time at each dispatch.
+    """
 
     embedding: Float[Array, "V E"]
+    norms: Float[Array, "L 2 E"]
     layers: tuple[LlamaLayer, ...]
     final_norm: Float[Array, " E"]
     lm_head: Float[Array, "V E"] | None
@@ -55,8 +58,20 @@ def specs(config: ModelConfig) -> LlamaParams:
     """The parameters' declarations, in the shape of `LlamaParams`."""
     hidden = config.hidden_size
     table = (config.vocab_size, hidden)
+    norms = tuple(
+        (f"model.layers.{index}.{name}.weight", (hidden,))
+        for index in range(config.num_layers)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    )
     fields: dict[str, Any] = {
         "embedding": ParamSpec(table, ("vocab", "embed"), (("model.embed_tokens.weight", table),)),
+        "norms": ParamSpec(
+            (config.num_layers, 2, hidden),
+            ("layers", "norms_of_layer", "embed"),
+            norms,
+            lambda parts: np.stack(parts).reshape(-1, 2, hidden),
+            scale=0,
+        ),
         "layers": tuple(_layer_specs(config, f"model.layers.{index}.") for index in range(config.num_layers)),
         "final_norm": ParamSpec((hidden,), ("embed",), (("model.norm.weight", (hidden,)),), scale=0),
         "lm_head": None if config.tie_embeddings else ParamSpec(table, ("vocab", "embed"), (("lm_head.weight", table),)),
@@ -76,14 +91,13 @@ def _layer_specs(config: ModelConfig, prefix: str) -> LlamaLayer:
     def biases(module: str, *parts: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return tuple((f"{prefix}{module}.{part}_proj.bias", (widths[part],)) for part in parts)
 
-    def hidden_vector(name: str, scale: float) -> ParamSpec:
-        return ParamSpec((hidden,), ("embed",), ((prefix + name, (hidden,)),), scale=scale)
+    def output_bias(module: str) -> ParamSpec:
+        return ParamSpec((hidden,), ("embed",), ((f"{prefix}{module}_proj.bias", (hidden,)),))
 
     def by_head(parts: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([part.reshape(heads, -1, dim, *part.shape[1:]) for part in parts], axis=1)
 
     fields: dict[str, Any] = {
-        "attention_norm": hidden_vector("input_layernorm.weight", 0),
         "qkv": ParamSpec((heads, group + 2, dim, hidden), (*head_axes, "embed"), tensors("self_attn", "q", "k", "v"), by_head),
         "qkv_bias": None,
         "output": ParamSpec(
@@ -93,7 +107,6 @@ def _layer_specs(config: ModelConfig, prefix: str) -> LlamaLayer:
             lambda parts: parts[0].reshape(hidden, heads, group, dim),
         ),
         "output_bias": None,
-        "mlp_norm": hidden_vector("post_attention_layernorm.weight", 0),
         "gate_up": ParamSpec((2, mlp, hidden), ("gate_and_up", "mlp", "embed"), tensors("mlp", "gate", "up"), np.stack),
         "gate_up_bias": None,
         "down": ParamSpec((hidden, mlp), ("embed", "mlp"), ((f"{prefix}mlp.down_proj.weight", (hidden, mlp)),)),
@@ -101,30 +114,30 @@ def _layer_specs(config: ModelConfig, prefix: str) -> LlamaLayer:
     }
     if config.attention_bias:
         fields["qkv_bias"] = ParamSpec((heads, group + 2, dim), head_axes, biases("self_attn", "q", "k", "v"), by_head)
-        fields["output_bias"] = hidden_vector("self_attn.o_proj.bias", 0.02)
+        fields["output_bias"] = output_bias("self_attn.o")
     if config.mlp_bias:
         fields["gate_up_bias"] = ParamSpec((2, mlp), ("gate_and_up", "mlp"), biases("mlp", "gate", "up"), np.stack)
-        fields["down_bias"] = hidden_vector("mlp.down_proj.bias", 0.02)
+        fields["down_bias"] = output_bias("mlp.down")
     return LlamaLayer(**fields)
 
 
 def forward(
     params: LlamaParams,
-    pools: tuple[Float[Array, "P K B D2"], ...],
+    pool: Float[Array, "P K B D2"],
     batch: StepBatch,
     config: ModelConfig,
     *,
     num_single: int,
     attention_impl: str,
-) -> tuple[Float[Array, "V R"], tuple[Float[Array, "P K B D2"], ...]]:
+) -> tuple[Float[Array, "V R"], Float[Array, "P K B D2"]]:
     """Run one step.
 
     Args:
-        pools: one KV pool a layer.
+        pool: the pages of all layers: `P` is a multiple of the number of layers, whose pages follow one another.
         num_single: leading rows that own one token each, as `paged_attention` has it.
 
     Returns:
-        float32 logits at `batch.last_token`, whole on every device, and the pools with this step's K and V.
+        float32 logits at `batch.last_token`, whole on every device, and the pool with this step's K and V.
     """
     frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     angles = frequencies[:, None] * batch.positions.astype(jnp.float32)[None, :]
@@ -136,21 +149,21 @@ def forward(
         batch.lengths,
         num_tokens=batch.token_ids.shape[0],
         num_single=num_single,
-        page_size=pools[0].shape[2],
+        page_size=pool.shape[2],
         impl=attention_impl,
     )
     x = embed(params.embedding, batch.token_ids, TENSOR)
-    new_pools = []
-    for layer, pool in zip(params.layers, pools, strict=True):
-        x, pool = _block(layer, pool, x, rotary, batch, work, config, attention_impl)
-        new_pools.append(pool)
+    pages_per_layer = pool.shape[0] // config.num_layers
+    for index, layer in enumerate(params.layers):
+        first_page = jnp.int32(index * pages_per_layer)
+        x, pool = _block(layer, params.norms[index], pool, first_page, x, rotary, batch, work, config, attention_impl)
     x = x.at[:, batch.last_token].get(mode="promise_in_bounds")  # [E, R]
     x = rms_norm(x, params.final_norm, config.rms_norm_eps)
     head = params.embedding if params.lm_head is None else params.lm_head
     logits = linear(head, x).astype(jnp.float32)
     if jax.lax.axis_size(TENSOR) > 1:
         logits = jax.lax.all_gather(logits, TENSOR, axis=0, tiled=True)
-    return logits[: config.vocab_size], tuple(new_pools)
+    return logits[: config.vocab_size], pool
 
 
 # Traced once for all layers. The compiler inlines it, and the layers stay unrolled: a scan over stacked weights copies each
@@ -158,7 +171,9 @@ def forward(
 @partial(jax.jit, static_argnames=("config", "impl"))
 def _block(
     layer: LlamaLayer,
+    norms: Float[Array, "2 E"],
     pool: Float[Array, "P K B D2"],
+    first_page: Int[Array, ""],
     x: Float[Array, "E T"],
     rotary: tuple[Float[Array, "half T"], Float[Array, "half T"]],
     batch: StepBatch,
@@ -166,42 +181,43 @@ def _block(
     config: ModelConfig,
     impl: str,
 ) -> tuple[Float[Array, "E T"], Float[Array, "P K B D2"]]:
-    attended, pool = _attention(layer, pool, x, rotary, batch, work, config, impl)
+    h = rms_norm(x, norms[0], config.rms_norm_eps)
+    attended, pool = _attention(layer, pool, first_page, h, rotary, batch, work, impl)
     x = x + attended
-    return x + _mlp(layer, x, config), pool
+    return x + _mlp(layer, rms_norm(x, norms[1], config.rms_norm_eps)), pool
 
 
 def _attention(
     layer: LlamaLayer,
     pool: Float[Array, "P K B D2"],
-    x: Float[Array, "E T"],
+    first_page: Int[Array, ""],
+    h: Float[Array, "E T"],
     rotary: tuple[Float[Array, "half T"], Float[Array, "half T"]],
     batch: StepBatch,
     work: Any,
-    config: ModelConfig,
     impl: str,
 ) -> tuple[Float[Array, "E T"], Float[Array, "P K B D2"]]:
     heads, parts, dim, hidden = layer.qkv.shape
-    tokens = x.shape[1]
-    h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
+    tokens = h.shape[1]
     qkv = linear(layer.qkv.reshape(-1, hidden), h).reshape(heads, parts, dim, tokens)
     if layer.qkv_bias is not None:
         qkv = qkv + layer.qkv_bias[..., None]
     queries, keys, values = rotate(qkv[:, :-2], *rotary), rotate(qkv[:, -2], *rotary), qkv[:, -1]
-    pool = kv_update(pool, keys.transpose(2, 0, 1), values.transpose(2, 0, 1), batch.page_ids, batch.page_offsets)
+    page_ids = first_page + batch.page_ids
+    pool = kv_update(pool, keys.transpose(2, 0, 1), values.transpose(2, 0, 1), page_ids, batch.page_offsets)
     attended = paged_attention(
         queries.transpose(3, 0, 1, 2).reshape(tokens, -1, dim),
         pool,
         work,
         scale=dim**-0.5,
+        first_page=first_page,
         impl=impl,
     )
     out = psum(linear(layer.output.reshape(hidden, -1), attended.reshape(tokens, -1).T), TENSOR)
     return out if layer.output_bias is None else out + layer.output_bias[:, None], pool
 
 
-def _mlp(layer: LlamaLayer, x: Float[Array, "E T"], config: ModelConfig) -> Float[Array, "E T"]:
-    h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+def _mlp(layer: LlamaLayer, h: Float[Array, "E T"]) -> Float[Array, "E T"]:
     mlp = layer.down.shape[1]
     gate_up = linear(layer.gate_up.reshape(2 * mlp, -1), h).reshape(2, mlp, -1)
     if layer.gate_up_bias is not None:

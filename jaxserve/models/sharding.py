@@ -21,6 +21,8 @@ MESH_AXES: dict[str, str | None] = {
     "heads_of_group": None,
     "head_dim": None,
     "gate_and_up": None,
+    "layers": None,
+    "norms_of_layer": None,
     "pages": None,
     "page": None,
 }

@@ -105,7 +105,12 @@ def schedule(
 
 
 def paged_attention(
-    queries: Float[Array, "T N D"], pages: Float[Array, "P K B 2*D"], work: Work, *, scale: float
+    queries: Float[Array, "T N D"],
+    pages: Float[Array, "P K B D2"],
+    work: Work,
+    *,
+    scale: float,
+    first_page: Int[Array, ""] | int = 0,
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
     num_tokens, num_heads, head_dim = queries.shape
@@ -115,9 +120,9 @@ def paged_attention(
     outputs = []
     num_single = work.decode.num_rows if work.decode is not None else 0
     if work.decode is not None:
-        outputs.append(_decode(grouped[:num_single], pages, work.decode))
+        outputs.append(_decode(grouped[:num_single], pages, work.decode, first_page))
     if work.chunks is not None:
-        outputs.append(_chunks(grouped[num_single:], pages, work.chunks))
+        outputs.append(_chunks(grouped[num_single:], pages, work.chunks, first_page))
     out = jnp.concatenate(outputs) if len(outputs) > 1 else outputs[0]
     return out.reshape(num_tokens, num_heads, head_dim).astype(queries.dtype)
 
@@ -163,10 +168,16 @@ def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_s
     )
 
 
-def _decode(queries: Float[Array, "S K G D"], pages: Float[Array, "P K B D2"], work: DecodeWork) -> Float[Array, "S K G D"]:
+def _decode(
+    queries: Float[Array, "S K G D"],
+    pages: Float[Array, "P K B D2"],
+    work: DecodeWork,
+    first_page: Int[Array, ""] | int,
+) -> Float[Array, "S K G D"]:
     """One query a row; rows of length 0 give zeros."""
     num_rows, num_kv_heads, group, head_dim = queries.shape
-    scores_of, mix = (_scores_by_head, _mix_by_head) if num_rows <= FEW_ROWS else (_scores, _mix)
+    few = num_rows <= FEW_ROWS
+    scores_of, mix, add_up = (_scores_by_head, _mix_by_head, _add_up_plainly) if few else (_scores, _mix, _add_up)
     per_turn = work.items_per_turn
     block = work.page_ids.shape[1] * pages.shape[2]
     queries = jnp.pad(queries, ((0, 1), (0, 0), (0, 0), (0, head_dim)))  # zeros for row S and where V lies
@@ -175,7 +186,9 @@ def _decode(queries: Float[Array, "S K G D"], pages: Float[Array, "P K B D2"], w
         item, best, total, out = carry
         row = lax.dynamic_slice_in_dim(work.row, item, per_turn)
         visible = lax.dynamic_slice_in_dim(work.visible, item, per_turn)
-        blocks = _gather_blocks(pages, lax.dynamic_slice_in_dim(work.page_ids, item, per_turn))  # [I, K, block, 2D]
+        blocks = _gather_blocks(
+            pages, first_page + lax.dynamic_slice_in_dim(work.page_ids, item, per_turn)
+        )  # [I, K, block, 2D]
         picked = queries.at[row].get(mode="promise_in_bounds")
         scores = scores_of(picked, blocks)
         seen = jnp.arange(block)[None, :] < visible[:, None]  # [I, block]
@@ -189,8 +202,8 @@ def _decode(queries: Float[Array, "S K G D"], pages: Float[Array, "P K B D2"], w
         values = mix(weights, blocks)[..., head_dim:]
         share = owns.astype(jnp.float32)
         shrink = jnp.exp(best - new_best)
-        total = total * shrink + jnp.tensordot(share, weights.sum(axis=-1), 1, precision="highest")
-        out = out * shrink[..., None] + jnp.tensordot(share, values, 1, precision="highest")
+        total = total * shrink + add_up(share, weights.sum(axis=-1))
+        out = out * shrink[..., None] + add_up(share, values)
         return item + per_turn, new_best, total, out
 
     # Row S takes what items past the list's end give.
@@ -213,6 +226,10 @@ def _mix(weights: Float[Array, "I K G block"], blocks: Float[Array, "I K block D
     return jnp.einsum("ikgc,ikcd->ikgd", weights, blocks, precision="highest")
 
 
+def _add_up(share: Float[Array, "S I"], of_items: Float[Array, "I *rest"]) -> Float[Array, "S *rest"]:
+    return jnp.tensordot(share, of_items, 1, precision="highest")
+
+
 # For few rows the products are so small that waking a second thread for them costs more than they do. One head at a time
 # they are matrix-vector products, which XLA compiles into one loop on the spot with everything else of the turn.
 
@@ -225,6 +242,11 @@ def _scores_by_head(queries: Float[Array, "I K G D2"], blocks: Float[Array, "I K
 def _mix_by_head(weights: Float[Array, "I K G block"], blocks: Float[Array, "I K block D2"]) -> Float[Array, "I K G D2"]:
     heads = range(weights.shape[2])
     return jnp.stack([jnp.einsum("ikc,ikcd->ikd", weights[:, :, g], blocks, precision="highest") for g in heads], axis=2)
+
+
+def _add_up_plainly(share: Float[Array, "S I"], of_items: Float[Array, "I *rest"]) -> Float[Array, "S *rest"]:
+    share = share.reshape(*share.shape, *[1] * (of_items.ndim - 1))
+    return sum((share[:, i] * of_items[i] for i in range(1, of_items.shape[0])), share[:, 0] * of_items[0])
 
 
 def _schedule_chunks(
@@ -249,7 +271,12 @@ def _schedule_chunks(
     )
 
 
-def _chunks(queries: Float[Array, "T K G D"], pages: Float[Array, "P K B D2"], work: ChunkWork) -> Float[Array, "T K G D"]:
+def _chunks(
+    queries: Float[Array, "T K G D"],
+    pages: Float[Array, "P K B D2"],
+    work: ChunkWork,
+    first_page: Int[Array, ""] | int,
+) -> Float[Array, "T K G D"]:
     """Rows of any count."""
     num_tokens, num_kv_heads, group, head_dim = queries.shape
     tile = work.tile
@@ -267,7 +294,7 @@ def _chunks(queries: Float[Array, "T K G D"], pages: Float[Array, "P K B D2"], w
 
         def one_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             best, total, acc = carry
-            kv = _gather_blocks(pages, work.page_ids[row, number][None])[0]  # [K, block, 2D]
+            kv = _gather_blocks(pages, first_page + work.page_ids[row, number][None])[0]  # [K, block, 2D]
             scores = jnp.einsum("kqd,kcd->kqc", tile_queries, kv[..., :head_dim], precision="highest")
             visible = number * block + jnp.arange(block)[None, :] <= positions[:, None]
             scores = jnp.where(visible[None], scores, MASKED)
@@ -289,6 +316,8 @@ def _chunks(queries: Float[Array, "T K G D"], pages: Float[Array, "P K B D2"], w
         return lax.dynamic_update_slice_in_dim(out, tile_out.reshape(tile, -1), first, axis=0)
 
     # Two dimensions, so that the result has tokens outermost: with four the compiler leaves them inside and copies it all.
-    start = jnp.zeros((num_tokens + tile, num_kv_heads * group * head_dim), jnp.float32)
+    # Zero or one, whatever: a constant would be shared by all layers and copied for each, which costs more than to write it.
+    whatever = (queries[0, 0, 0, 0] > 0).astype(jnp.float32)
+    start = jnp.broadcast_to(whatever, (num_tokens + tile, num_kv_heads * group * head_dim))
     out = lax.fori_loop(0, work.num_tiles, one_tile, start)
     return out[:num_tokens].reshape(num_tokens, num_kv_heads, group, head_dim)
