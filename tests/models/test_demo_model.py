@@ -1,0 +1,58 @@
+"""The demo model gives the logits and tokens that `transformers` gave on three real texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.special import logsumexp
+
+from tests.paged_model import PagedModel
+from tests.references.load import DEMO_NAMES, load_demo
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_cache")]
+
+TOLERANCE = 1e-3
+NUM_GREEDY = 64
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"tp{n}")
+def model(demo_model_path: Path, request: pytest.FixtureRequest) -> PagedModel:
+    return PagedModel.load(demo_model_path, request.param, capacity=700)
+
+
+@pytest.mark.parametrize("name", DEMO_NAMES)
+def test_logits_agree(model: PagedModel, name: str) -> None:
+    reference = load_demo(name)
+    model.restart()
+    logits = model.feed_all(reference.input_ids, width=128)
+    positions = np.arange(len(logits))
+
+    def agree(found: np.ndarray, expected: np.ndarray) -> None:
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+    agree(logits[positions, reference.argmax], reference.argmax_logit)
+    agree(logits.max(axis=1), reference.argmax_logit)  # so where another id is first, it is a near-tie
+    agree(logsumexp(logits, axis=1), reference.logsumexp)
+    agree(logits[:, reference.sampled_ids], reference.sampled_logits)
+    agree(logits[-1], reference.last_logits)
+    assert np.mean(logits.argmax(axis=1) == reference.argmax) > 0.99
+
+
+@pytest.mark.parametrize("name", DEMO_NAMES)
+def test_greedy_tokens_agree(model: PagedModel, name: str) -> None:
+    """Fed the reference's own tokens, so that a near-tie changes nothing after it."""
+    reference = load_demo(name)
+    model.restart()
+    last = model.feed_all(reference.input_ids, width=128)[-1]
+    near_ties = 0
+    for token, gap in zip(reference.greedy_tokens, reference.greedy_gaps, strict=True):
+        near_ties += gap < 2 * TOLERANCE
+        if gap >= 2 * TOLERANCE:
+            assert last.argmax() == token
+        runner_up, best = np.sort(last)[-2:]
+        assert best - last[token] < 2 * TOLERANCE
+        assert best - runner_up == pytest.approx(gap, abs=2 * TOLERANCE)
+        (last,) = model.feed([token], width=1)
+    assert near_ties <= 1, "of the 64 choices, nearly all must be ones that rounding cannot change"

@@ -1,0 +1,115 @@
+"""Drives a model's `forward` without an engine: one sequence over shuffled pages, in chunks of any width.
+
+Owns the batches that a runner would make. Knows nothing of plans, slots or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from checkpoints.checkpoint import open_checkpoint
+from jaxserve.config import ModelConfig, model_config_from_hf
+from jaxserve.device.runner import pool_shape
+from jaxserve.device.step import POOL_AXES
+from jaxserve.launch import load_params
+from jaxserve.models.batch import NO_PAGE, StepBatch
+from jaxserve.models.families import FAMILIES
+from jaxserve.models.sharding import make_mesh, partition_spec
+from tests.references.load import TinyReference, write_hf_directory
+
+PAGE_SIZE = 16
+
+
+class PagedModel:
+    """A model on a mesh, and the KV of one sequence.
+
+    Args:
+        capacity: tokens that the sequence may have.
+    """
+
+    def __init__(self, config: ModelConfig, params: Any, tensor_parallel: int, *, dtype: str, capacity: int) -> None:
+        self.config = config
+        self._params = params
+        self._mesh = make_mesh(tensor_parallel)
+        self._num_pages = -(-capacity // PAGE_SIZE) + 2
+        self._table = np.random.default_rng(0).permutation(self._num_pages)[:-2].astype(np.int32)
+        self._pool_spec = partition_spec(POOL_AXES)
+        self._dtype = dtype
+        self._programs: dict[int, Any] = {}
+        self.restart()
+
+    @classmethod
+    def load(cls, path: Path, tensor_parallel: int = 1, *, dtype: str = "float32", capacity: int) -> PagedModel:
+        """Load the checkpoint at `path` as the engine does."""
+        checkpoint = open_checkpoint(path)
+        config = model_config_from_hf(checkpoint.config)
+        params = load_params(checkpoint, config, make_mesh(tensor_parallel), np.dtype(jnp.dtype(dtype)))
+        checkpoint.close()
+        return cls(config, params, tensor_parallel, dtype=dtype, capacity=capacity)
+
+    def restart(self) -> None:
+        """Forget the sequence: the next token is its first."""
+        self.length = 0
+        shape = pool_shape(self.config, self._num_pages, PAGE_SIZE, self._mesh)
+        self._pool = jax.device_put(jnp.zeros(shape, self._dtype), NamedSharding(self._mesh, self._pool_spec))
+
+    def feed(self, tokens: Sequence[int] | np.ndarray, *, width: int) -> np.ndarray:
+        """Append `tokens`, at most `width` of them, in one step of `width` tokens; their logits, [tokens, V].
+
+        A step of width 1 is a decode, any other a chunk.
+        """
+        count, start = len(tokens), self.length
+        assert 1 <= count <= width
+        self.length += count
+        positions = np.where(np.arange(width) < count, start + np.arange(width), 0).astype(np.int32)
+        page_ids = np.where(np.arange(width) < count, self._table[positions // PAGE_SIZE], NO_PAGE)
+        batch = StepBatch(
+            token_ids=np.pad(np.asarray(tokens, np.int32), (0, width - count)),
+            positions=positions,
+            page_ids=page_ids.astype(np.int32),
+            page_offsets=positions % PAGE_SIZE,
+            block_table=self._table[None],
+            row_offsets=np.array([0, count], np.int32),
+            lengths=np.array([self.length], np.int32),
+            last_token=np.arange(width, dtype=np.int32),
+        )  # type: ignore[call-arg]
+        if width not in self._programs:
+            self._programs[width] = self._compile(width)
+        batch = jax.tree.map(jnp.asarray, batch)
+        logits, self._pool = self._programs[width](self._params, self._pool, batch)
+        return np.asarray(logits).T[:count]
+
+    def feed_all(self, tokens: Sequence[int] | np.ndarray, *, width: int) -> np.ndarray:
+        """Append `tokens` in chunks of `width`, the last of which may be padded; their logits, [tokens, V]."""
+        starts = range(0, len(tokens), width)
+        return np.concatenate([self.feed(tokens[start : start + width], width=width) for start in starts])
+
+    def _compile(self, width: int) -> Any:
+        forward = FAMILIES[self.config.family].forward
+        step = partial(forward, config=self.config, num_single=1 if width == 1 else 0, attention_impl="xla")
+        everywhere = PartitionSpec()
+        param_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)
+        sharded = jax.shard_map(
+            step,
+            mesh=self._mesh,
+            in_specs=(param_specs, self._pool_spec, everywhere),
+            out_specs=(everywhere, self._pool_spec),
+            check_vma=False,
+        )
+        return jax.jit(sharded)
+
+
+def load_tiny_model(
+    reference: TinyReference, folder: Path, tensor_parallel: int = 1, *, dtype: str = "float32", capacity: int = 80
+) -> PagedModel:
+    """A tiny reference model, through its Hugging Face directory under `folder`."""
+    path = write_hf_directory(reference, folder / reference.name)
+    return PagedModel.load(path, tensor_parallel, dtype=dtype, capacity=capacity)
