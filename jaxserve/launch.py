@@ -75,13 +75,12 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
     report = progress or (lambda stage, done, total: None)
     _enable_compile_cache(config.engine)
     try:
-        checkpoint = open_checkpoint(resolve(config.model, models_dir()))
-        model_config = model_config_from_hf(checkpoint.config, where=str(checkpoint.path))
-        tokenizer = _tokenizer(checkpoint)
-        mesh = make_mesh(config.engine.tensor_parallel)
-        dtype = _dtype(config.engine)
-        params = load_params(checkpoint, model_config, mesh, dtype, lambda done, total: report("load", done, total))
-        checkpoint.close()
+        with open_checkpoint(resolve(config.model, models_dir())) as checkpoint:
+            model_config = model_config_from_hf(checkpoint.config, where=str(checkpoint.path))
+            tokenizer = _tokenizer(checkpoint)
+            mesh = make_mesh(config.engine.tensor_parallel)
+            dtype = _dtype(config.engine)
+            params = load_params(checkpoint, model_config, mesh, dtype, lambda done, total: report("load", done, total))
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
     runner = build_runner(config.engine, model_config, params, mesh, dtype)

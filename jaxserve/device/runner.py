@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import ModelConfig
 from jaxserve.device import compile_counter
 from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
-from jaxserve.device.compiler import step_options
+from jaxserve.device.compiler import step_options, uses_onednn
 from jaxserve.device.pack import abstract_upload, pack
 from jaxserve.device.sampler import Sampled, SlotState, empty_state
 from jaxserve.device.step import POOL_AXES, DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
@@ -32,6 +32,8 @@ from jaxserve.request import MAX_LOGIT_BIAS, TokenLogprobs
 logger = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
+WARM_UP_TOKENS = 64
+"""Steps of more tokens are not run at warm-up: they would take as long as a prompt does."""
 
 
 def pool_shape(config: ModelConfig, num_pages: int, page_size: int, mesh: Mesh) -> tuple[int, ...]:
@@ -123,20 +125,26 @@ class DeviceRunner:
         return compile_counter.num_compiles() - self._compiles_when_ready
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile every bucket, some at a time, and run one to fault in what is lazy.
+        """Compile every bucket, some at a time, and run the small ones to fault in what is lazy.
 
         Args:
             progress: called with programs done and in all.
         """
-        with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as pool:
-            compiled = pool.map(self._compile, self._buckets)
-            for done, (bucket, step) in enumerate(zip(self._buckets, compiled, strict=True), start=1):
+        # Those that no cache can give take longest, so they start first.
+        order = sorted(self._buckets, key=uses_onednn, reverse=True)
+        pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
+        try:
+            for done, (bucket, step) in enumerate(zip(order, pool.map(self._compile, order), strict=True), start=1):
                 self._steps[bucket] = step
                 if progress is not None:
-                    progress(done, len(self._buckets))
+                    progress(done, len(order))
+        finally:
+            # Whoever interrupts this does not want to wait for what has not begun.
+            pool.shutdown(wait=False, cancel_futures=True)
         for bucket in self._buckets:
-            packed, _ = pack(StepPlan(-1, ()), bucket, self._limits)
-            np.asarray(self._dispatch(bucket, packed))
+            if bucket.num_tokens <= WARM_UP_TOKENS:
+                packed, _ = pack(StepPlan(-1, ()), bucket, self._limits)
+                np.asarray(self._dispatch(bucket, packed))
         self._compiles_when_ready = compile_counter.num_compiles()
 
     def time_variant(
