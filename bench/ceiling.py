@@ -12,8 +12,8 @@ from bench.ours import Sizes
 NO_ATTENTION = "none"
 
 
-def _no_attention(queries: Any, pages: Any, work: Any, *, scale: float, first_page: Any) -> Any:
-    del pages, work, first_page
+def _no_attention(queries: Any, pages: Any, work: Any, *, scale: float) -> Any:
+    del pages, work
     return queries * scale
 
 

@@ -1,4 +1,4 @@
-"""The runner: parameters, KV pool and compiled steps on a mesh, behind `plan.Runner`.
+"""The runner: parameters, KV pools and compiled steps on a mesh, behind `plan.Runner`.
 
 Owns device memory and the compiled programs. Knows neither requests, text nor the event loop.
 """
@@ -37,13 +37,13 @@ WARM_UP_TOKENS = 64
 
 
 def pool_shape(config: ModelConfig, num_pages: int, page_size: int, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the KV pool of all layers on the mesh, padded heads included."""
-    return padded_shape((config.num_layers * num_pages, config.num_kv_heads, page_size, 2 * config.head_dim), POOL_AXES, mesh)
+    """Shape of one layer's KV pool on the mesh, padded heads included."""
+    return padded_shape((num_pages, config.num_kv_heads, page_size, 2 * config.head_dim), POOL_AXES, mesh)
 
 
 def page_bytes(config: ModelConfig, page_size: int, mesh: Mesh, dtype: np.dtype) -> int:
     """Bytes of one page in all layers, over all devices of the mesh."""
-    return math.prod(pool_shape(config, 1, page_size, mesh)) * dtype.itemsize
+    return config.num_layers * math.prod(pool_shape(config, 1, page_size, mesh)) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ class DeviceRunner:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV pool over all devices."""
-        return self._state.pool.nbytes
+        """Bytes of all KV pools over all devices."""
+        return sum(pool.nbytes for pool in self._state.pools)
 
     @property
     def weight_bytes(self) -> int:
@@ -186,7 +186,7 @@ class DeviceRunner:
 
     def _compile_step(self, step: Callable[..., Any], bucket: Bucket) -> Any:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)
-        jitted = jit_step(step, self._mesh, specs)
+        jitted = jit_step(step, self._mesh, specs, self._config.num_layers)
         upload = abstract_upload(bucket, self._limits, self._everywhere)
         lowered = jitted.lower(_abstract(self._params), _abstract(self._state), upload)
         return lowered.compile(compiler_options=step_options(bucket))
@@ -197,9 +197,10 @@ class DeviceRunner:
 
         def make() -> DeviceState:
             slots = empty_state(limits.max_seqs, limits.max_context, config.vocab_size)
-            return DeviceState(pool=jnp.zeros(shape, dtype), slots=slots)
+            pools = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+            return DeviceState(pools=pools, slots=slots)
 
-        return jax.jit(make, out_shardings=state_shardings(self._mesh))()
+        return jax.jit(make, out_shardings=state_shardings(self._mesh, config.num_layers))()
 
     def _compile_set_bias(self) -> Any:
         def set_bias(slots: SlotState, slot: jax.Array, ids: jax.Array, values: jax.Array) -> SlotState:

@@ -29,9 +29,9 @@ POOL_AXES = ("pages", "kv_heads", "page", "head_dim")
 
 @struct.dataclass
 class DeviceState:
-    """Everything that a step updates in place: the KV pages of all layers, and the slots' state. Donated."""
+    """Everything that a step updates in place: a KV pool a layer, and the slots' state. Donated."""
 
-    pool: Float[Array, "P K B D2"]
+    pools: tuple[Float[Array, "P K B D2"], ...]
     slots: SlotState
 
 
@@ -57,10 +57,12 @@ def make_step(
         batch, rows, token_slots = unpack(packed, slots.tokens, bucket, limits)
         tokens_by_slot = slots.tokens.at[token_slots, batch.positions].set(batch.token_ids)
         slots = slots.replace(tokens=tokens_by_slot)  # type: ignore[attr-defined]
-        logits, pool = forward(params, state.pool, batch, config, num_single=bucket.num_single, attention_impl=attention_impl)
+        logits, pools = forward(
+            params, state.pools, batch, config, num_single=bucket.num_single, attention_impl=attention_impl
+        )
         sampled = choose(logits, rows, slots)
         slots = slots.replace(tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))
-        return DeviceState(pool=pool, slots=slots), pack_sampled(sampled)
+        return DeviceState(pools=pools, slots=slots), pack_sampled(sampled)
 
     return step
 
@@ -80,17 +82,17 @@ def num_top_logprobs(config: ModelConfig) -> int:
     return min(MAX_LOGPROBS, config.vocab_size)
 
 
-def state_shardings(mesh: Mesh) -> DeviceState:
+def state_shardings(mesh: Mesh, num_layers: int) -> DeviceState:
     """Where the state lies: KV heads are split over the mesh."""
     pool = NamedSharding(mesh, partition_spec(POOL_AXES))
     everywhere = NamedSharding(mesh, PartitionSpec())
     slots = SlotState(tokens=everywhere, bias_ids=everywhere, bias_values=everywhere)  # type: ignore[arg-type]
-    return DeviceState(pool=pool, slots=slots)  # type: ignore[arg-type]
+    return DeviceState(pools=(pool,) * num_layers, slots=slots)  # type: ignore[arg-type]
 
 
-def jit_step(step: Callable[..., Any], mesh: Mesh, params_specs: Any) -> Any:
+def jit_step(step: Callable[..., Any], mesh: Mesh, params_specs: Any, num_layers: int) -> Any:
     """`step` over the mesh, with its state donated."""
-    state_specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh))
+    state_specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, num_layers))
     everywhere = PartitionSpec()
     sharded = jax.shard_map(
         step,

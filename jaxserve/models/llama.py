@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.config import ModelConfig
 from jaxserve.models.batch import StepBatch
@@ -27,8 +27,12 @@ IGNORED_TENSORS = ("*.rotary_emb.inv_freq", "*.attention.masked_bias", "*.attent
 
 @struct.dataclass
 class LlamaLayer:
-    """One block. `G` is the number of query heads of a KV head, which come before their K and V in `qkv`."""
+    """One block. `G` is the number of query heads of a KV head, which come before their K and V in `qkv`.
 
+    `norms` holds the one before attention and the one before the MLP.
+    """
+
+    norms: Float[Array, "2 E"]
     qkv: Float[Array, "K G+2 D E"]
     qkv_bias: Float[Array, "K G+2 D"] | None
     output: Float[Array, "E K G D"]
@@ -41,14 +45,9 @@ class LlamaLayer:
 
 @struct.dataclass
 class LlamaParams:
-    """The whole model. `lm_head` is None where it is tied to `embedding`.
-
-    The norms of all layers are one array, each layer's before attention and before its MLP: every array costs some
-    microseconds of host time at each dispatch.
-    """
+    """The whole model. `lm_head` is None where it is tied to `embedding`."""
 
     embedding: Float[Array, "V E"]
-    norms: Float[Array, "L 2 E"]
     layers: tuple[LlamaLayer, ...]
     final_norm: Float[Array, " E"]
     lm_head: Float[Array, "V E"] | None
@@ -58,20 +57,8 @@ def specs(config: ModelConfig) -> LlamaParams:
     """The parameters' declarations, in the shape of `LlamaParams`."""
     hidden = config.hidden_size
     table = (config.vocab_size, hidden)
-    norms = tuple(
-        (f"model.layers.{index}.{name}.weight", (hidden,))
-        for index in range(config.num_layers)
-        for name in ("input_layernorm", "post_attention_layernorm")
-    )
     fields: dict[str, Any] = {
         "embedding": ParamSpec(table, ("vocab", "embed"), (("model.embed_tokens.weight", table),)),
-        "norms": ParamSpec(
-            (config.num_layers, 2, hidden),
-            ("layers", "norms_of_layer", "embed"),
-            norms,
-            lambda parts: np.stack(parts).reshape(-1, 2, hidden),
-            scale=0,
-        ),
         "layers": tuple(_layer_specs(config, f"model.layers.{index}.") for index in range(config.num_layers)),
         "final_norm": ParamSpec((hidden,), ("embed",), (("model.norm.weight", (hidden,)),), scale=0),
         "lm_head": None if config.tie_embeddings else ParamSpec(table, ("vocab", "embed"), (("lm_head.weight", table),)),
@@ -97,7 +84,9 @@ def _layer_specs(config: ModelConfig, prefix: str) -> LlamaLayer:
     def by_head(parts: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([part.reshape(heads, -1, dim, *part.shape[1:]) for part in parts], axis=1)
 
+    norms = tuple((f"{prefix}{name}_layernorm.weight", (hidden,)) for name in ("input", "post_attention"))
     fields: dict[str, Any] = {
+        "norms": ParamSpec((2, hidden), ("norms_of_layer", "embed"), norms, np.stack, scale=0),
         "qkv": ParamSpec((heads, group + 2, dim, hidden), (*head_axes, "embed"), tensors("self_attn", "q", "k", "v"), by_head),
         "qkv_bias": None,
         "output": ParamSpec(
@@ -123,21 +112,22 @@ def _layer_specs(config: ModelConfig, prefix: str) -> LlamaLayer:
 
 def forward(
     params: LlamaParams,
-    pool: Float[Array, "P K B D2"],
+    pools: tuple[Float[Array, "P K B D2"], ...],
     batch: StepBatch,
     config: ModelConfig,
     *,
     num_single: int,
     attention_impl: str,
-) -> tuple[Float[Array, "V R"], Float[Array, "P K B D2"]]:
+) -> tuple[Float[Array, "V R"], tuple[Float[Array, "P K B D2"], ...]]:
     """Run one step.
 
     Args:
-        pool: the pages of all layers: `P` is a multiple of the number of layers, whose pages follow one another.
+        pools: one KV pool a layer. One for all would give each layer's kernels constants of their own, and the compiler
+            would compile them thirty times instead of once.
         num_single: leading rows that own one token each, as `paged_attention` has it.
 
     Returns:
-        float32 logits at `batch.last_token`, whole on every device, and the pool with this step's K and V.
+        float32 logits at `batch.last_token`, whole on every device, and the pools with this step's K and V.
     """
     frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     angles = frequencies[:, None] * batch.positions.astype(jnp.float32)[None, :]
@@ -149,21 +139,21 @@ def forward(
         batch.lengths,
         num_tokens=batch.token_ids.shape[0],
         num_single=num_single,
-        page_size=pool.shape[2],
+        page_size=pools[0].shape[2],
         impl=attention_impl,
     )
     x = embed(params.embedding, batch.token_ids, TENSOR)
-    pages_per_layer = pool.shape[0] // config.num_layers
-    for index, layer in enumerate(params.layers):
-        first_page = jnp.int32(index * pages_per_layer)
-        x, pool = _block(layer, params.norms[index], pool, first_page, x, rotary, batch, work, config, attention_impl)
+    new_pools = []
+    for layer, pool in zip(params.layers, pools, strict=True):
+        x, pool = _block(layer, pool, x, rotary, batch, work, config, attention_impl)
+        new_pools.append(pool)
     x = x.at[:, batch.last_token].get(mode="promise_in_bounds")  # [E, R]
     x = rms_norm(x, params.final_norm, config.rms_norm_eps)
     head = params.embedding if params.lm_head is None else params.lm_head
     logits = linear(head, x).astype(jnp.float32)
     if jax.lax.axis_size(TENSOR) > 1:
         logits = jax.lax.all_gather(logits, TENSOR, axis=0, tiled=True)
-    return logits[: config.vocab_size], pool
+    return logits[: config.vocab_size], tuple(new_pools)
 
 
 # Traced once for all layers. The compiler inlines it, and the layers stay unrolled: a scan over stacked weights copies each
@@ -171,9 +161,7 @@ def forward(
 @partial(jax.jit, static_argnames=("config", "impl"))
 def _block(
     layer: LlamaLayer,
-    norms: Float[Array, "2 E"],
     pool: Float[Array, "P K B D2"],
-    first_page: Int[Array, ""],
     x: Float[Array, "E T"],
     rotary: tuple[Float[Array, "half T"], Float[Array, "half T"]],
     batch: StepBatch,
@@ -181,16 +169,15 @@ def _block(
     config: ModelConfig,
     impl: str,
 ) -> tuple[Float[Array, "E T"], Float[Array, "P K B D2"]]:
-    h = rms_norm(x, norms[0], config.rms_norm_eps)
-    attended, pool = _attention(layer, pool, first_page, h, rotary, batch, work, impl)
+    h = rms_norm(x, layer.norms[0], config.rms_norm_eps)
+    attended, pool = _attention(layer, pool, h, rotary, batch, work, impl)
     x = x + attended
-    return x + _mlp(layer, rms_norm(x, norms[1], config.rms_norm_eps)), pool
+    return x + _mlp(layer, rms_norm(x, layer.norms[1], config.rms_norm_eps)), pool
 
 
 def _attention(
     layer: LlamaLayer,
     pool: Float[Array, "P K B D2"],
-    first_page: Int[Array, ""],
     h: Float[Array, "E T"],
     rotary: tuple[Float[Array, "half T"], Float[Array, "half T"]],
     batch: StepBatch,
@@ -203,14 +190,12 @@ def _attention(
     if layer.qkv_bias is not None:
         qkv = qkv + layer.qkv_bias[..., None]
     queries, keys, values = rotate(qkv[:, :-2], *rotary), rotate(qkv[:, -2], *rotary), qkv[:, -1]
-    page_ids = first_page + batch.page_ids
-    pool = kv_update(pool, keys.transpose(2, 0, 1), values.transpose(2, 0, 1), page_ids, batch.page_offsets)
+    pool = kv_update(pool, keys.transpose(2, 0, 1), values.transpose(2, 0, 1), batch.page_ids, batch.page_offsets)
     attended = paged_attention(
         queries.transpose(3, 0, 1, 2).reshape(tokens, -1, dim),
         pool,
         work,
         scale=dim**-0.5,
-        first_page=first_page,
         impl=impl,
     )
     out = psum(linear(layer.output.reshape(hidden, -1), attended.reshape(tokens, -1).T), TENSOR)

@@ -71,19 +71,17 @@ def paged_attention(
     work: Any,
     *,
     scale: float,
-    first_page: Int[Array, ""] | int = 0,
     impl: str,
 ) -> Float[Array, "T N D"]:
     """Attend each token to its sequence's positions up to and including its own.
 
     Args:
         queries: rotated queries; query head `n` reads KV head `n // (N // K)`.
-        pages: the pool, K in the first `D` of the last axis and V in the rest.
+        pages: one layer's pool, K in the first `D` of the last axis and V in the rest.
         work: what `schedule` made of the step's rows for the same `impl`.
         scale: multiplies the scores.
-        first_page: added to every page id: where this layer's pages begin, in a pool that holds several layers'.
 
     Returns:
         Attention outputs in the dtype of `queries`. Outputs of padding tokens are finite and otherwise unspecified.
     """
-    return IMPLEMENTATIONS[impl].paged_attention(queries, pages, work, scale=scale, first_page=first_page)
+    return IMPLEMENTATIONS[impl].paged_attention(queries, pages, work, scale=scale)

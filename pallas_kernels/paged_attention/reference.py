@@ -37,7 +37,6 @@ def paged_attention(
     work: Rows,
     *,
     scale: float,
-    first_page: Int[Array, ""] | int = 0,
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`. Padding tokens give zeros."""
     num_tokens, num_heads, head_dim = queries.shape
@@ -54,7 +53,7 @@ def paged_attention(
 
     ignored = jnp.arange(width)[None, :] * page_size >= work.lengths[:, None]
     table = jnp.where(ignored, 0, work.block_table)
-    kv = pages[first_page + table].astype(jnp.float32)  # [S, W, K, B, 2D]
+    kv = pages[table].astype(jnp.float32)  # [S, W, K, B, 2D]
     kv = kv.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, width * page_size, 2 * head_dim)[row]
     grouped = queries.astype(jnp.float32).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = scale * jnp.einsum("tkgd,tkcd->tkgc", grouped, kv[..., :head_dim], precision="highest")

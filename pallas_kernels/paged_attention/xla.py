@@ -110,7 +110,6 @@ def paged_attention(
     work: Work,
     *,
     scale: float,
-    first_page: Int[Array, ""] | int = 0,
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
     num_tokens, num_heads, head_dim = queries.shape
@@ -120,9 +119,9 @@ def paged_attention(
     outputs = []
     num_single = work.decode.num_rows if work.decode is not None else 0
     if work.decode is not None:
-        outputs.append(_decode(grouped[:num_single], pages, work.decode, first_page))
+        outputs.append(_decode(grouped[:num_single], pages, work.decode))
     if work.chunks is not None:
-        outputs.append(_chunks(grouped[num_single:], pages, work.chunks, first_page))
+        outputs.append(_chunks(grouped[num_single:], pages, work.chunks))
     out = jnp.concatenate(outputs) if len(outputs) > 1 else outputs[0]
     return out.reshape(num_tokens, num_heads, head_dim).astype(queries.dtype)
 
@@ -172,7 +171,6 @@ def _decode(
     queries: Float[Array, "S K G D"],
     pages: Float[Array, "P K B D2"],
     work: DecodeWork,
-    first_page: Int[Array, ""] | int,
 ) -> Float[Array, "S K G D"]:
     """One query a row; rows of length 0 give zeros."""
     num_rows, num_kv_heads, group, head_dim = queries.shape
@@ -186,9 +184,7 @@ def _decode(
         item, best, total, out = carry
         row = lax.dynamic_slice_in_dim(work.row, item, per_turn)
         visible = lax.dynamic_slice_in_dim(work.visible, item, per_turn)
-        blocks = _gather_blocks(
-            pages, first_page + lax.dynamic_slice_in_dim(work.page_ids, item, per_turn)
-        )  # [I, K, block, 2D]
+        blocks = _gather_blocks(pages, lax.dynamic_slice_in_dim(work.page_ids, item, per_turn))  # [I, K, block, 2D]
         picked = queries.at[row].get(mode="promise_in_bounds")
         scores = scores_of(picked, blocks)
         seen = jnp.arange(block)[None, :] < visible[:, None]  # [I, block]
@@ -275,7 +271,6 @@ def _chunks(
     queries: Float[Array, "T K G D"],
     pages: Float[Array, "P K B D2"],
     work: ChunkWork,
-    first_page: Int[Array, ""] | int,
 ) -> Float[Array, "T K G D"]:
     """Rows of any count."""
     num_tokens, num_kv_heads, group, head_dim = queries.shape
@@ -294,7 +289,7 @@ def _chunks(
 
         def one_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             best, total, acc = carry
-            kv = _gather_blocks(pages, first_page + work.page_ids[row, number][None])[0]  # [K, block, 2D]
+            kv = _gather_blocks(pages, work.page_ids[row, number][None])[0]  # [K, block, 2D]
             scores = jnp.einsum("kqd,kcd->kqc", tile_queries, kv[..., :head_dim], precision="highest")
             visible = number * block + jnp.arange(block)[None, :] <= positions[:, None]
             scores = jnp.where(visible[None], scores, MASKED)
