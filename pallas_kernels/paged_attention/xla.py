@@ -24,7 +24,8 @@ DECODE_BLOCK = 64
 CHUNK_TILE = 128
 # Rows up to which decode's products run one query head at a time.
 FEW_ROWS = 2
-ITEMS_PER_TURN = 16
+# Items of a decode turn: as many as rows, but no fewer than the first and no more than the second.
+ITEMS_PER_TURN = (16, 64)
 ITEMS_PER_TURN_OF_FEW = 4
 CHUNK_BLOCK = 128
 # Stands for minus infinity where a difference of two of them must not be NaN.
@@ -147,7 +148,8 @@ def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_s
     per_block = max(1, DECODE_BLOCK // page_size)
     block = per_block * page_size
     blocked = _blocked_table(table, per_block)
-    per_turn = ITEMS_PER_TURN_OF_FEW if num_rows <= FEW_ROWS else ITEMS_PER_TURN
+    fewest, most = ITEMS_PER_TURN
+    per_turn = ITEMS_PER_TURN_OF_FEW if num_rows <= FEW_ROWS else min(max(num_rows, fewest), most)
     max_items = -(-num_rows * blocked.shape[1] // per_turn) * per_turn
 
     num_blocks = -(-lengths // block)
