@@ -20,6 +20,7 @@ from checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoints.sources import cache_dir, resolve
 from checkpoints.tree import TensorSource, load_tree
 from jaxserve.config import EngineConfig, ModelConfig, ServeConfig, model_config_from_hf
+from jaxserve.device.compile_counter import num_compiles
 from jaxserve.device.runner import DeviceRunner, page_bytes
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.text import Tokenizer
@@ -29,6 +30,8 @@ from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to
 from jaxserve.models.sharding import make_mesh, padded_shape
 from jaxserve.plan import RunnerLimits
+from jaxserve.server import app
+from jaxserve.server.service import ServerParts
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,42 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
     core = EngineCore(scheduler, runner, overlap=config.engine.overlap)
     name = config.http.served_model_name or Path(config.model.removeprefix("hf:")).name
     return Engine(core=core, tokenizer=tokenizer, runner=runner, model_name=name, model_config=model_config)
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve over HTTP until SIGTERM or SIGINT, then drain; the process's exit code.
+
+    The port is open while the model loads, so `/health` answers and `/ready` says 503 until the engine is warm.
+    """
+
+    def build() -> ServerParts:
+        engine = build_engine(config, progress=_log_progress())
+        logger.info("ready: %s on http://%s:%d", engine.model_name, config.http.host, config.http.port)
+        return ServerParts(
+            core=engine.core,
+            limits=engine.limits,
+            tokenizer=engine.tokenizer,
+            model_name=engine.model_name,
+            num_compiles=num_compiles,
+        )
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # JAX says at this level which accelerators it did not find.
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    return app.serve(build, config.http)
+
+
+def _log_progress() -> Progress:
+    """Log each tenth of a stage."""
+    said: dict[str, int] = {}
+
+    def progress(stage: str, done: int, total: int) -> None:
+        tenth = done * 10 // total
+        if tenth > said.get(stage, 0):
+            said[stage] = tenth
+            logger.info("%s: %d%%", stage, 10 * tenth)
+
+    return progress
 
 
 def build_runner(engine: EngineConfig, model_config: ModelConfig, params: Any, mesh: Mesh, dtype: np.dtype) -> DeviceRunner:
