@@ -36,15 +36,15 @@ def plan(inputs: Inputs, impl: str) -> Any:
 
 
 @partial(jax.jit, static_argnames="impl")
-def _attend(inputs: Inputs, first_page: int | jax.Array, impl: str) -> jax.Array:
+def _attend(inputs: Inputs, impl: str) -> jax.Array:
     scale = inputs.queries.shape[-1] ** -0.5
     work = plan(inputs, impl)
-    return paged_attention(inputs.queries, inputs.pages, work, scale=scale, first_page=first_page, impl=impl)
+    return paged_attention(inputs.queries, inputs.pages, work, scale=scale, impl=impl)
 
 
-def attend(inputs: Inputs, impl: str, first_page: int = 0) -> np.ndarray:
+def attend(inputs: Inputs, impl: str) -> np.ndarray:
     """Outputs in float32, [T, N, D]."""
-    return np.asarray(_attend(inputs, jnp.int32(first_page), impl), np.float32)
+    return np.asarray(_attend(inputs, impl), np.float32)
 
 
 def poisoned(inputs: Inputs) -> Inputs:
@@ -123,18 +123,6 @@ def test_positions_past_the_length_do_not_matter(impl: str) -> None:
             pages[np.asarray(inputs.block_table)[row, length // page_size], :, length % page_size :] = 1e4
     found = attend(inputs.replace(pages=jnp.asarray(pages)), impl)  # type: ignore[attr-defined]
     np.testing.assert_array_equal(found[real_tokens(inputs)], expected[real_tokens(inputs)])
-
-
-@pytest.mark.parametrize("name", ["decodes_and_chunks", "two_decodes", "nothing_but_padding"])
-@pytest.mark.parametrize("impl", ["reference", "xla"])
-def test_pages_of_other_layers_do_not_matter(impl: str, name: str) -> None:
-    """`first_page` says where this layer's pages begin; before and after it lie those of others."""
-    inputs = make_inputs(BY_NAME[name])
-    others = jnp.full_like(inputs.pages, jnp.nan)
-    pool = jnp.concatenate([others, others[:2], inputs.pages, others])
-    first_page = len(others) + 2
-    found = attend(inputs.replace(pages=pool), impl, first_page)  # type: ignore[attr-defined]
-    np.testing.assert_array_equal(found, attend(inputs, impl))
 
 
 # One shape, hence one program, for all examples of a layout.
