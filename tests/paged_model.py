@@ -59,7 +59,9 @@ class PagedModel:
         """Forget the sequence: the next token is its first."""
         self.length = 0
         shape = pool_shape(self.config, self._num_pages, PAGE_SIZE, self._mesh)
-        self._pool = jax.device_put(jnp.zeros(shape, self._dtype), NamedSharding(self._mesh, self._pool_spec))
+        sharding = NamedSharding(self._mesh, self._pool_spec)
+        layers = range(self.config.num_layers)
+        self._pools = tuple(jax.device_put(jnp.zeros(shape, self._dtype), sharding) for _ in layers)
 
     def feed(self, tokens: Sequence[int] | np.ndarray, *, width: int) -> np.ndarray:
         """Append `tokens`, at most `width` of them, in one step of `width` tokens; their logits, [tokens, V].
@@ -84,7 +86,7 @@ class PagedModel:
         if width not in self._programs:
             self._programs[width] = self._compile(width)
         batch = jax.tree.map(jnp.asarray, batch)
-        logits, self._pool = self._programs[width](self._params, self._pool, batch)
+        logits, self._pools = self._programs[width](self._params, self._pools, batch)
         return np.asarray(logits).T[:count]
 
     def feed_all(self, tokens: Sequence[int] | np.ndarray, *, width: int) -> np.ndarray:
@@ -97,11 +99,12 @@ class PagedModel:
         step = partial(forward, config=self.config, num_single=1 if width == 1 else 0, attention_impl="xla")
         everywhere = PartitionSpec()
         param_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)
+        pool_specs = (self._pool_spec,) * self.config.num_layers
         sharded = jax.shard_map(
             step,
             mesh=self._mesh,
-            in_specs=(param_specs, self._pool_spec, everywhere),
-            out_specs=(everywhere, self._pool_spec),
+            in_specs=(param_specs, pool_specs, everywhere),
+            out_specs=(everywhere, pool_specs),
             check_vma=False,
         )
         return jax.jit(sharded)
