@@ -9,9 +9,10 @@ import pytest
 from scipy.special import logsumexp
 
 from tests.paged_model import PagedModel
+from tests.real_engines import CACHED
 from tests.references.load import DEMO_NAMES, load_demo
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_cache")]
+pytestmark = [pytest.mark.slow, *CACHED]
 
 TOLERANCE = 1e-3
 NUM_GREEDY = 64

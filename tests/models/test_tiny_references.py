@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests.paged_model import PagedModel, load_tiny_model
+from tests.real_engines import CACHED
 from tests.references.load import TINY_NAMES, TinyReference, load_tiny
 
-pytestmark = pytest.mark.usefixtures("compile_cache")
+pytestmark = CACHED
 
 TOLERANCE = 2e-4
 SHARDED_IN_QUICK = ("biases", "mqa_theta", "nine_heads_tied")
