@@ -1,0 +1,158 @@
+"""Whole engines on real runners, and a way to run requests through them and keep everything that comes out.
+
+One warm runner serves many engines: a scheduler may have smaller limits than its runner, so that a test of another pool,
+budget or chunk size compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints.checkpoint import open_checkpoint
+from jaxserve.config import EngineConfig, ModelConfig, model_config_from_hf
+from jaxserve.device.buckets import Bucket
+from jaxserve.device.runner import DeviceRunner
+from jaxserve.engine.core import EngineCore, EngineStats
+from jaxserve.host.scheduler import Scheduler
+from jaxserve.launch import build_runner, load_params
+from jaxserve.models.families import FAMILIES
+from jaxserve.models.params import ParamSpec, map_specs, random_params
+from jaxserve.models.sharding import make_mesh
+from jaxserve.plan import Runner, RunnerLimits, StepHandle, StepPlan
+from jaxserve.request import FinishReason, Request, TokenLogprobs
+
+CACHED = [
+    pytest.mark.usefixtures("compile_cache"),
+    # Neither a program that cannot be kept, nor a file that a killed run left half written, is a matter of the test's.
+    pytest.mark.filterwarnings("ignore:Error (writing|reading) persistent compilation cache entry"),
+]
+"""Marks of test modules that compile steps."""
+
+TINY_MODEL = ModelConfig(
+    family="llama",
+    vocab_size=97,
+    hidden_size=72,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=8,
+    max_position=4096,
+    tie_embeddings=True,
+)
+"""Heads, MLP and vocabulary that two or four devices do not divide."""
+
+
+def _spread(spec: ParamSpec) -> ParamSpec:
+    """Random values that keep activations near 1 and logits apart, so that near-ties are rare."""
+    fan_in = math.prod(spec.shape[1:]) if spec.axes[0] == "embed" else spec.shape[-1]
+    return dataclasses.replace(spec, scale=1.5 / math.sqrt(fan_in)) if spec.scale else spec
+
+
+def tiny_runner(engine: EngineConfig, model: ModelConfig = TINY_MODEL, *, seed: int = 0) -> DeviceRunner:
+    """A warm runner of `model` with random weights, the same ones whatever `engine` says."""
+    mesh = make_mesh(engine.tensor_parallel)
+    dtype = np.dtype(jnp.dtype(engine.dtype))
+    params = random_params(map_specs(_spread, FAMILIES[model.family].specs(model)), mesh, dtype, seed)
+    runner = build_runner(engine, model, params, mesh, dtype)
+    runner.warm_up()
+    return runner
+
+
+def checkpoint_runner(path: Path, engine: EngineConfig, buckets: tuple[Bucket, ...]) -> DeviceRunner:
+    """A warm runner of the checkpoint at `path`, with only `buckets` compiled: a large model takes seconds for each."""
+    mesh = make_mesh(engine.tensor_parallel)
+    dtype = np.dtype(jnp.dtype(engine.dtype))
+    with open_checkpoint(path) as checkpoint:
+        model = model_config_from_hf(checkpoint.config)
+        params = load_params(checkpoint, model, mesh, dtype)
+    runner = build_runner(engine, model, params, mesh, dtype)
+    runner._buckets = buckets
+    runner.warm_up()
+    return runner
+
+
+class PlanLog:
+    """A runner that notes the token counts of the rows that pass through it, a list for each step."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.steps: list[list[int]] = []
+
+    @property
+    def limits(self) -> RunnerLimits:
+        return self._runner.limits
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest chunk."""
+        return max(count for step in self.steps for count in step)
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        self.steps.append([row.count for row in plan.rows])
+        return self._runner.submit(plan)
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    """All that came of one request."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """What came of each request, by id, and the engine's counters at the end."""
+
+    outputs: dict[str, Output]
+    stats: EngineStats
+
+
+def run(
+    runner: Runner,
+    requests: Iterable[Request],
+    *,
+    prefill_chunk: int = 64,
+    overlap: bool = True,
+    eos_token_ids: tuple[int, ...] = (),
+    **limits: Any,
+) -> Run:
+    """Run `requests`, all added at once, through a fresh engine on `runner` until none is left.
+
+    Args:
+        limits: changes to the runner's `RunnerLimits`, none of them upwards.
+    """
+    scheduler = Scheduler(
+        dataclasses.replace(runner.limits, **limits), prefill_chunk=prefill_chunk, eos_token_ids=eos_token_ids, seed=0
+    )
+    core = EngineCore(scheduler, runner, overlap=overlap)
+    outputs: dict[str, Output] = {}
+    for request in requests:
+        core.add(request)
+        outputs[request.request_id] = Output()
+    while core.has_work:
+        for event in core.step():
+            output = outputs[event.request_id]
+            assert output.finish_reason is None, "an event after the last"
+            output.tokens += event.tokens
+            output.logprobs += event.logprobs
+            output.finish_reason = event.finish_reason
+    scheduler.check_integrity()
+    assert core.last_error is None
+    assert scheduler.num_free_pages == scheduler._limits.num_pages
+    return Run(outputs, core.stats())
+
+
+def run_alone(runner: Runner, requests: Iterable[Request], **options: Any) -> dict[str, Output]:
+    """What comes of each request when it has the engine to itself."""
+    return {request.request_id: run(runner, [request], **options).outputs[request.request_id] for request in requests}

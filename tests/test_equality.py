@@ -1,0 +1,222 @@
+"""The same greedy tokens for a request alone or in any batch, overlapped or not, preempted or not, whatever the chunks, on
+one device or more."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.device.buckets import Bucket
+from jaxserve.device.runner import DeviceRunner
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from tests.near_ties import assert_same_or_near_tie, assert_same_outputs
+from tests.real_engines import CACHED, TINY_MODEL, Output, PlanLog, checkpoint_runner, run, run_alone, tiny_runner
+from tests.references.load import DEMO_NAMES, load_demo
+
+pytestmark = CACHED
+
+NUM_REQUESTS = 32
+
+
+def make_requests(
+    text: np.ndarray, *, max_prompt: int = 300, min_output: int = 1, max_output: int = 40, longest: int = 0, seed: int = 0
+) -> list[Request]:
+    """32 greedy requests: pieces of `text` of 1 to `max_prompt` tokens, the first of them of `longest` if given."""
+    rng = np.random.default_rng(seed)
+    lengths = [longest or max_prompt, 1, *rng.integers(1, max_prompt + 1, NUM_REQUESTS - 2)]
+    requests = []
+    for index, length in enumerate(lengths):
+        start = rng.integers(0, len(text) - length + 1)
+        prompt = tuple(text[start : start + length].tolist())
+        params = SamplingParams(temperature=0.0, max_tokens=int(rng.integers(min_output, max_output + 1)), logprobs=2)
+        requests.append(Request(request_id=str(index), prompt=prompt, params=params))
+    return requests
+
+
+# --- a tiny random model ----------------------------------------------------------------------------------------------
+
+ENGINE = EngineConfig(dtype="float32", max_seqs=32, max_step_tokens=64, max_context=2304, num_pages=2048, page_size=8)
+TEXT = np.random.default_rng(0).integers(0, TINY_MODEL.vocab_size, 4000)
+
+
+@pytest.fixture(scope="module")
+def runner() -> DeviceRunner:
+    """Room for chunks of 2048; but for them, tests run it with a budget of 64 tokens a step."""
+    return tiny_runner(dataclasses.replace(ENGINE, max_step_tokens=2048))
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return make_requests(TEXT, longest=2100)
+
+
+@pytest.fixture(scope="module")
+def alone(runner: DeviceRunner, requests: list[Request]) -> dict[str, Output]:
+    outputs = run_alone(runner, requests, overlap=False, max_step_tokens=64)
+    tokens = {token for output in outputs.values() for token in output.tokens}
+    assert len(tokens) > TINY_MODEL.vocab_size // 2, "a model that says little would make equality mean little"
+    for request in requests:
+        assert len(outputs[request.request_id].tokens) == request.params.max_tokens
+    return outputs
+
+
+def assert_equal(expected: dict[str, Output], found: dict[str, Output]) -> None:
+    """Logits of this model lie 1 apart on average and are exact to 1e-5."""
+    assert_same_outputs(expected, found, tolerance=2e-4, max_near_ties=1)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
+def test_a_batch_gives_what_each_gives_alone(
+    runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], overlap: bool
+) -> None:
+    log = PlanLog(runner)
+    assert_equal(alone, run(log, requests, overlap=overlap, max_step_tokens=256).outputs)
+    assert max(len(step) for step in log.steps) >= 24, "the requests must run together"
+    assert any(1 in step and max(step) > 1 for step in log.steps), "decodes and chunks must share steps"
+
+
+def test_order_and_number_of_slots_do_not_matter(
+    runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]
+) -> None:
+    order = np.random.default_rng(1).permutation(NUM_REQUESTS)
+    assert_equal(alone, run(runner, [requests[index] for index in order], max_seqs=7, max_step_tokens=64).outputs)
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 2048])
+def test_chunks_of_any_size_give_the_same(
+    runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], chunk: int
+) -> None:
+    log = PlanLog(runner)
+    assert_equal(alone, run(log, requests, prefill_chunk=chunk).outputs)
+    assert log.largest == chunk
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
+@pytest.mark.parametrize("num_pages", [43, 60])
+def test_preempted_sequences_give_the_same(runner: DeviceRunner, num_pages: int, overlap: bool) -> None:
+    requests = make_requests(TEXT, max_prompt=60, min_output=20)
+    alone = run_alone(runner, requests)
+    found = run(runner, requests, num_pages=num_pages, overlap=overlap)
+    assert found.stats.num_preemptions > 0
+    assert_equal(alone, found.outputs)
+
+
+@pytest.mark.parametrize("tensor_parallel", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_more_devices_give_the_same(requests: list[Request], alone: dict[str, Output], tensor_parallel: int) -> None:
+    runner = tiny_runner(dataclasses.replace(ENGINE, tensor_parallel=tensor_parallel))
+    assert_equal(alone, run(runner, requests).outputs)
+
+
+def test_logprobs_of_a_batch_are_those_of_each_alone(
+    runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]
+) -> None:
+    found = run(runner, requests, max_step_tokens=64).outputs
+    for key, output in alone.items():
+        expected, batched = ([entry.logprob for entry in one.logprobs] for one in (output, found[key]))
+        np.testing.assert_allclose(batched, expected, rtol=0, atol=2e-4)
+
+
+def test_asking_for_logprobs_changes_no_token(runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]) -> None:
+    plain = [dataclasses.replace(r, params=dataclasses.replace(r.params, logprobs=None)) for r in requests]
+    found = run(runner, plain, max_step_tokens=64).outputs
+    different = [key for key in alone if found[key].tokens != alone[key].tokens]
+    assert len(different) <= 1
+    assert not any(output.logprobs for output in found.values())
+
+
+# --- the demo model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+class TestDemoModel:
+    """32 pieces of real text. Bits of more than a hundred products of 576 to 1,536 terms: logits are exact to 1e-3."""
+
+    ENGINE = EngineConfig(dtype="float32", max_seqs=32, max_step_tokens=64, max_context=768, num_pages=1600, page_size=16)
+    BUCKETS = (Bucket(0, 0, 1), Bucket(0, 0, 32), Bucket(64, 32, 32))
+
+    @staticmethod
+    def assert_equal(expected: dict[str, Output], found: dict[str, Output]) -> None:
+        assert_same_outputs(expected, found, tolerance=2e-3, max_near_ties=2)
+
+    @pytest.fixture(scope="class")
+    def runner(self, demo_model_path: Path) -> DeviceRunner:
+        engine = dataclasses.replace(self.ENGINE, max_step_tokens=2048)
+        return checkpoint_runner(demo_model_path, engine, (*self.BUCKETS, Bucket(2048, 32, 32)))
+
+    @pytest.fixture(scope="class")
+    def requests(self) -> list[Request]:
+        text = np.concatenate([load_demo(name).input_ids for name in DEMO_NAMES])
+        return make_requests(text, max_output=24, longest=700)
+
+    @pytest.fixture(scope="class")
+    def alone(self, runner: DeviceRunner, requests: list[Request]) -> dict[str, Output]:
+        return run_alone(runner, requests, overlap=False, max_step_tokens=64)
+
+    @pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
+    def test_a_batch_gives_what_each_gives_alone(
+        self, runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], overlap: bool
+    ) -> None:
+        self.assert_equal(alone, run(runner, requests, overlap=overlap, max_step_tokens=64).outputs)
+
+    @pytest.mark.parametrize("chunk", [16, 2048])
+    def test_chunks_of_any_size_give_the_same(
+        self, runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], chunk: int
+    ) -> None:
+        log = PlanLog(runner)
+        budget = 2048 if chunk == 2048 else 64
+        self.assert_equal(alone, run(log, requests, prefill_chunk=chunk, max_step_tokens=budget).outputs)
+        assert log.largest == min(chunk, len(requests[0].prompt))
+
+    def test_preempted_sequences_give_the_same(
+        self, runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]
+    ) -> None:
+        found = run(runner, requests, num_pages=60, max_step_tokens=64)
+        assert found.stats.num_preemptions > 0
+        self.assert_equal(alone, found.outputs)
+
+    @pytest.mark.parametrize("tensor_parallel", [2, 4])
+    def test_more_devices_give_the_same(
+        self, demo_model_path: Path, requests: list[Request], alone: dict[str, Output], tensor_parallel: int
+    ) -> None:
+        engine = dataclasses.replace(self.ENGINE, tensor_parallel=tensor_parallel)
+        self.assert_equal(alone, run(checkpoint_runner(demo_model_path, engine, self.BUCKETS), requests).outputs)
+
+
+# --- the comparison itself --------------------------------------------------------------------------------------------
+
+
+def output(*tokens: int, gap: float = 1.0, runner_up: int = 9) -> Output:
+    """Tokens that each lead `runner_up` by `gap`."""
+    logprobs = [TokenLogprobs(-0.5, ((token, -0.5), (runner_up, -0.5 - gap))) for token in tokens]
+    return Output(list(tokens), logprobs, FinishReason.LENGTH)
+
+
+def test_equal_outputs_do_not_part() -> None:
+    assert not assert_same_or_near_tie(output(1, 2, 3), output(1, 2, 3), tolerance=0.1)
+
+
+def test_a_near_tie_is_let_pass_and_counted() -> None:
+    expected, found = output(1, 2, 5, gap=0.05, runner_up=3), output(1, 3, 7, gap=0.02, runner_up=2)
+    assert assert_same_or_near_tie(expected, found, tolerance=0.1)
+    with pytest.raises(AssertionError, match="too many near-ties"):
+        assert_same_outputs({"a": expected}, {"a": found}, tolerance=0.1, max_near_ties=0)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "message"),
+    [
+        (output(1, 2, runner_up=3), output(1, 3, runner_up=2), "no near-tie"),
+        (output(1, 2, gap=0.05, runner_up=3), output(1, 3, runner_up=2), "gap of 1.00e\\+00 in found"),
+        (output(1, 2, gap=0.05), output(1, 3, gap=0.05), "has 2 and 9 ahead"),
+        (dataclasses.replace(output(1), finish_reason=FinishReason.STOP), output(1), "ended by length"),
+        (output(1, 2), output(1), "shorter"),
+        (output(4, gap=0.05, runner_up=3), dataclasses.replace(output(3), tokens=[4, 4]), "longer"),
+    ],
+)  # fmt: skip
+def test_any_other_difference_is_an_error(expected: Output, found: Output, message: str) -> None:
+    with pytest.raises((AssertionError, ValueError), match=message):
+        assert_same_or_near_tie(expected, found, tolerance=0.1)
