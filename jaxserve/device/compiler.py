@@ -40,7 +40,10 @@ def step_options(bucket: Bucket) -> Options:
     """XLA options for the step of `bucket`."""
     if jax.default_backend() != "cpu":
         return {}
-    return _ONEDNN if uses_onednn(bucket) else _CPU
+    if not uses_onednn(bucket):
+        return _CPU
+    _expect_uncached()
+    return _ONEDNN
 
 
 def uses_onednn(bucket: Bucket) -> bool:
@@ -49,11 +52,15 @@ def uses_onednn(bucket: Bucket) -> bool:
     return wanted and jax.default_backend() == "cpu" and _has_onednn()
 
 
+def _expect_uncached() -> None:
+    """JAX warns each time that it cannot keep such a program, which is known and nothing that a user could mend."""
+    warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry .*onednn-fusion")
+
+
 @functools.cache
 def _has_onednn() -> bool:
     """Whether this jaxlib gives a product to oneDNN when asked. Asks the compiler, since no version number tells."""
-    # JAX warns each time that it cannot keep such a program, which is known and nothing that a user could mend.
-    warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry .* onednn-fusion")
+    _expect_uncached()
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     try:
         program = jax.jit(jnp.matmul).lower(shape, shape).compile(compiler_options=_ONEDNN).as_text()
