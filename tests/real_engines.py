@@ -27,7 +27,7 @@ from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import ParamSpec, map_specs, random_params
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import Runner, RunnerLimits, StepHandle, StepPlan
-from jaxserve.request import FinishReason, Request, TokenLogprobs
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
 
 CACHED = [
     pytest.mark.usefixtures("compile_cache"),
@@ -78,6 +78,21 @@ def checkpoint_runner(path: Path, engine: EngineConfig, buckets: tuple[Bucket, .
     runner._buckets = buckets
     runner.warm_up()
     return runner
+
+
+def mixed_requests(
+    text: np.ndarray, *, max_prompt: int = 300, min_output: int = 1, max_output: int = 40, longest: int = 0, seed: int = 0
+) -> list[Request]:
+    """32 greedy requests: pieces of `text` of 1 to `max_prompt` tokens, the first of them of `longest` if given."""
+    rng = np.random.default_rng(seed)
+    lengths = [longest or max_prompt, 1, *rng.integers(1, max_prompt + 1, 30)]
+    requests = []
+    for index, length in enumerate(lengths):
+        start = rng.integers(0, len(text) - length + 1)
+        prompt = tuple(text[start : start + length].tolist())
+        params = SamplingParams(temperature=0.0, max_tokens=int(rng.integers(min_output, max_output + 1)), logprobs=2)
+        requests.append(Request(request_id=str(index), prompt=prompt, params=params))
+    return requests
 
 
 class PlanLog:

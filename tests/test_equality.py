@@ -4,38 +4,17 @@ one device or more."""
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.device.buckets import Bucket
 from jaxserve.device.runner import DeviceRunner
-from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from jaxserve.request import FinishReason, Request, TokenLogprobs
 from tests.near_ties import assert_same_or_near_tie, assert_same_outputs
-from tests.real_engines import CACHED, TINY_MODEL, Output, PlanLog, checkpoint_runner, run, run_alone, tiny_runner
-from tests.references.load import DEMO_NAMES, load_demo
+from tests.real_engines import CACHED, TINY_MODEL, Output, PlanLog, mixed_requests, run, run_alone, tiny_runner
 
 pytestmark = CACHED
-
-NUM_REQUESTS = 32
-
-
-def make_requests(
-    text: np.ndarray, *, max_prompt: int = 300, min_output: int = 1, max_output: int = 40, longest: int = 0, seed: int = 0
-) -> list[Request]:
-    """32 greedy requests: pieces of `text` of 1 to `max_prompt` tokens, the first of them of `longest` if given."""
-    rng = np.random.default_rng(seed)
-    lengths = [longest or max_prompt, 1, *rng.integers(1, max_prompt + 1, NUM_REQUESTS - 2)]
-    requests = []
-    for index, length in enumerate(lengths):
-        start = rng.integers(0, len(text) - length + 1)
-        prompt = tuple(text[start : start + length].tolist())
-        params = SamplingParams(temperature=0.0, max_tokens=int(rng.integers(min_output, max_output + 1)), logprobs=2)
-        requests.append(Request(request_id=str(index), prompt=prompt, params=params))
-    return requests
-
 
 # --- a tiny random model ----------------------------------------------------------------------------------------------
 
@@ -51,7 +30,7 @@ def runner() -> DeviceRunner:
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    return make_requests(TEXT, longest=2100)
+    return mixed_requests(TEXT, longest=2100)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +61,7 @@ def test_a_batch_gives_what_each_gives_alone(
 def test_order_and_number_of_slots_do_not_matter(
     runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]
 ) -> None:
-    order = np.random.default_rng(1).permutation(NUM_REQUESTS)
+    order = np.random.default_rng(1).permutation(len(requests))
     assert_equal(alone, run(runner, [requests[index] for index in order], max_seqs=7, max_step_tokens=64).outputs)
 
 
@@ -98,7 +77,7 @@ def test_chunks_of_any_size_give_the_same(
 @pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
 @pytest.mark.parametrize("num_pages", [43, 60])
 def test_preempted_sequences_give_the_same(runner: DeviceRunner, num_pages: int, overlap: bool) -> None:
-    requests = make_requests(TEXT, max_prompt=60, min_output=20)
+    requests = mixed_requests(TEXT, max_prompt=60, min_output=20)
     alone = run_alone(runner, requests)
     found = run(runner, requests, num_pages=num_pages, overlap=overlap)
     assert found.stats.num_preemptions > 0
@@ -126,64 +105,6 @@ def test_asking_for_logprobs_changes_no_token(runner: DeviceRunner, requests: li
     different = [key for key in alone if found[key].tokens != alone[key].tokens]
     assert len(different) <= 1
     assert not any(output.logprobs for output in found.values())
-
-
-# --- the demo model ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-class TestDemoModel:
-    """32 pieces of real text. Bits of more than a hundred products of 576 to 1,536 terms: logits are exact to 1e-3."""
-
-    ENGINE = EngineConfig(dtype="float32", max_seqs=32, max_step_tokens=64, max_context=768, num_pages=1600, page_size=16)
-    BUCKETS = (Bucket(0, 0, 1), Bucket(0, 0, 32), Bucket(64, 32, 32))
-
-    @staticmethod
-    def assert_equal(expected: dict[str, Output], found: dict[str, Output]) -> None:
-        assert_same_outputs(expected, found, tolerance=2e-3, max_near_ties=2)
-
-    @pytest.fixture(scope="class")
-    def runner(self, demo_model_path: Path) -> DeviceRunner:
-        engine = dataclasses.replace(self.ENGINE, max_step_tokens=2048)
-        return checkpoint_runner(demo_model_path, engine, (*self.BUCKETS, Bucket(2048, 32, 32)))
-
-    @pytest.fixture(scope="class")
-    def requests(self) -> list[Request]:
-        text = np.concatenate([load_demo(name).input_ids for name in DEMO_NAMES])
-        return make_requests(text, max_output=24, longest=700)
-
-    @pytest.fixture(scope="class")
-    def alone(self, runner: DeviceRunner, requests: list[Request]) -> dict[str, Output]:
-        return run_alone(runner, requests, overlap=False, max_step_tokens=64)
-
-    @pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
-    def test_a_batch_gives_what_each_gives_alone(
-        self, runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], overlap: bool
-    ) -> None:
-        self.assert_equal(alone, run(runner, requests, overlap=overlap, max_step_tokens=64).outputs)
-
-    @pytest.mark.parametrize("chunk", [16, 2048])
-    def test_chunks_of_any_size_give_the_same(
-        self, runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], chunk: int
-    ) -> None:
-        log = PlanLog(runner)
-        budget = 2048 if chunk == 2048 else 64
-        self.assert_equal(alone, run(log, requests, prefill_chunk=chunk, max_step_tokens=budget).outputs)
-        assert log.largest == min(chunk, len(requests[0].prompt))
-
-    def test_preempted_sequences_give_the_same(
-        self, runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]
-    ) -> None:
-        found = run(runner, requests, num_pages=60, max_step_tokens=64)
-        assert found.stats.num_preemptions > 0
-        self.assert_equal(alone, found.outputs)
-
-    @pytest.mark.parametrize("tensor_parallel", [2, 4])
-    def test_more_devices_give_the_same(
-        self, demo_model_path: Path, requests: list[Request], alone: dict[str, Output], tensor_parallel: int
-    ) -> None:
-        engine = dataclasses.replace(self.ENGINE, tensor_parallel=tensor_parallel)
-        self.assert_equal(alone, run(checkpoint_runner(demo_model_path, engine, self.BUCKETS), requests).outputs)
 
 
 # --- the comparison itself --------------------------------------------------------------------------------------------

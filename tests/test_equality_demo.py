@@ -1,0 +1,76 @@
+"""What `test_equality.py` shows of a tiny random model, of the demo model and 32 pieces of real text."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.device.buckets import Bucket
+from jaxserve.device.runner import DeviceRunner
+from jaxserve.request import Request
+from tests.near_ties import assert_same_outputs
+from tests.real_engines import CACHED, Output, PlanLog, checkpoint_runner, mixed_requests, run, run_alone
+from tests.references.load import DEMO_NAMES, load_demo
+
+pytestmark = [pytest.mark.slow, *CACHED]
+
+ENGINE = EngineConfig(dtype="float32", max_seqs=32, max_step_tokens=64, max_context=768, num_pages=1600, page_size=16)
+BUCKETS = (Bucket(0, 0, 1), Bucket(0, 0, 32), Bucket(64, 32, 32))
+
+
+def assert_equal(expected: dict[str, Output], found: dict[str, Output]) -> None:
+    """Products of up to 1,536 terms in 30 layers: logits are exact to 1e-3."""
+    assert_same_outputs(expected, found, tolerance=2e-3, max_near_ties=2)
+
+
+@pytest.fixture(scope="module")
+def runner(demo_model_path: Path) -> DeviceRunner:
+    """Room for chunks of 2048; but for them, tests run it with a budget of 64 tokens a step."""
+    engine = dataclasses.replace(ENGINE, max_step_tokens=2048)
+    return checkpoint_runner(demo_model_path, engine, (*BUCKETS, Bucket(2048, 32, 32)))
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    text = np.concatenate([load_demo(name).input_ids for name in DEMO_NAMES])
+    return mixed_requests(text, max_output=24, longest=700)
+
+
+@pytest.fixture(scope="module")
+def alone(runner: DeviceRunner, requests: list[Request]) -> dict[str, Output]:
+    return run_alone(runner, requests, overlap=False, max_step_tokens=64)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
+def test_a_batch_gives_what_each_gives_alone(
+    runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], overlap: bool
+) -> None:
+    assert_equal(alone, run(runner, requests, overlap=overlap, max_step_tokens=64).outputs)
+
+
+@pytest.mark.parametrize("chunk", [16, 2048])
+def test_chunks_of_any_size_give_the_same(
+    runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], chunk: int
+) -> None:
+    log = PlanLog(runner)
+    assert_equal(alone, run(log, requests, prefill_chunk=chunk, max_step_tokens=2048 if chunk == 2048 else 64).outputs)
+    assert log.largest == min(chunk, len(requests[0].prompt))
+
+
+def test_preempted_sequences_give_the_same(runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]) -> None:
+    found = run(runner, requests, num_pages=60, max_step_tokens=64)
+    assert found.stats.num_preemptions > 0
+    assert_equal(alone, found.outputs)
+
+
+@pytest.mark.parametrize("tensor_parallel", [2, 4])
+def test_more_devices_give_the_same(
+    demo_model_path: Path, requests: list[Request], alone: dict[str, Output], tensor_parallel: int
+) -> None:
+    """9 query heads and 3 KV heads, which neither divides."""
+    runner = checkpoint_runner(demo_model_path, dataclasses.replace(ENGINE, tensor_parallel=tensor_parallel), BUCKETS)
+    assert_equal(alone, run(runner, requests).outputs)
