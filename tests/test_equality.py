@@ -75,12 +75,12 @@ def test_chunks_of_any_size_give_the_same(
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
-@pytest.mark.parametrize("num_pages", [43, 60])
+@pytest.mark.parametrize("num_pages", [24, 78])
 def test_preempted_sequences_give_the_same(runner: DeviceRunner, num_pages: int, overlap: bool) -> None:
-    requests = mixed_requests(TEXT, max_prompt=60, min_output=20)
+    requests = mixed_requests(TEXT, max_prompt=24, min_output=30)
     alone = run_alone(runner, requests)
     found = run(runner, requests, num_pages=num_pages, overlap=overlap)
-    assert found.stats.num_preemptions > 0
+    assert found.stats.num_preemptions >= 5
     assert_equal(alone, found.outputs)
 
 

@@ -18,7 +18,7 @@ from tests.references.load import DEMO_NAMES, load_demo
 
 pytestmark = [pytest.mark.slow, *CACHED]
 
-ENGINE = EngineConfig(dtype="float32", max_seqs=32, max_step_tokens=64, max_context=768, num_pages=1600, page_size=16)
+ENGINE = EngineConfig(dtype="float32", max_seqs=32, max_step_tokens=64, max_context=512, num_pages=1600, page_size=8)
 BUCKETS = (Bucket(0, 0, 1), Bucket(0, 0, 32), Bucket(64, 32, 32))
 
 
@@ -35,9 +35,13 @@ def runner(demo_model_path: Path) -> DeviceRunner:
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[Request]:
-    text = np.concatenate([load_demo(name).input_ids for name in DEMO_NAMES])
-    return mixed_requests(text, max_output=24, longest=700)
+def text() -> np.ndarray:
+    return np.concatenate([load_demo(name).input_ids for name in DEMO_NAMES])
+
+
+@pytest.fixture(scope="module")
+def requests(text: np.ndarray) -> list[Request]:
+    return mixed_requests(text, max_prompt=150, max_output=20, longest=400)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +65,13 @@ def test_chunks_of_any_size_give_the_same(
     assert log.largest == min(chunk, len(requests[0].prompt))
 
 
-def test_preempted_sequences_give_the_same(runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]) -> None:
-    found = run(runner, requests, num_pages=60, max_step_tokens=64)
-    assert found.stats.num_preemptions > 0
-    assert_equal(alone, found.outputs)
+def test_preempted_sequences_give_the_same(runner: DeviceRunner, text: np.ndarray) -> None:
+    requests = mixed_requests(text, max_prompt=24, min_output=30)
+    undisturbed = run(runner, requests, max_step_tokens=64)
+    found = run(runner, requests, num_pages=78, max_step_tokens=64)
+    assert undisturbed.stats.num_preemptions == 0
+    assert found.stats.num_preemptions >= 5
+    assert_equal(undisturbed.outputs, found.outputs)
 
 
 @pytest.mark.parametrize("tensor_parallel", [2, 4])

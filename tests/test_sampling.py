@@ -116,6 +116,54 @@ def test_two_devices_give_the_same(requests: list[Request], alone: dict[str, lis
     assert tokens_of(found.outputs) == alone
 
 
+# --- what penalties, bias and bans do to a whole sequence -------------------------------------------------------------
+
+
+def greedy_by_hand(runner: DeviceRunner, request: Request) -> list[int]:
+    """The request's tokens, each from the model's own distribution after the whole prefix, adjusted by counting."""
+    params, num_prompt = request.params, len(request.prompt)
+    tokens = list(request.prompt)
+    asked = SamplingParams(temperature=0.0, max_tokens=1, logprobs=VOCAB)
+    while len(tokens) - num_prompt < (params.max_tokens or 0):
+        outputs = tokens[num_prompt:]
+        prefix = Request(request_id="prefix", prompt=tuple(tokens), params=asked)
+        scores = dict(run(runner, [prefix]).outputs["prefix"].logprobs[0].top)
+        for token in scores:
+            scores[token] -= params.frequency_penalty * outputs.count(token) + params.presence_penalty * (token in outputs)
+            scores[token] += dict(params.logit_bias).get(token, 0.0)
+            if token in params.stop_token_ids and len(outputs) < params.min_tokens:
+                scores[token] = -np.inf
+        tokens.append(max(scores, key=scores.__getitem__))
+        if tokens[-1] in params.stop_token_ids:
+            break
+    return tokens[num_prompt:]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_pages": 16, "prefill_chunk": 7}], ids=str)
+def test_penalties_follow_the_whole_sequence(runner: DeviceRunner, options: dict[str, Any]) -> None:
+    """Over chunks, slots that others had before, and preemptions, which compute outputs again as if they were a prompt."""
+    rng = np.random.default_rng(4)
+    kinds: list[dict[str, Any]] = [
+        {"frequency_penalty": 0.4},
+        {"presence_penalty": 1.5, "frequency_penalty": -0.1},
+        {"logit_bias": ((2, 1.0), (9, -3.0)), "presence_penalty": 0.5},
+        {"min_tokens": 9, "stop_token_ids": tuple(range(10)), "frequency_penalty": 1.0},
+    ]
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt=tuple(rng.integers(0, VOCAB, rng.integers(1, 30)).tolist()),
+            params=SamplingParams(temperature=0.0, max_tokens=24, **kinds[index % len(kinds)]),
+        )
+        for index in range(12)
+    ]
+    found = run(runner, requests, **options)
+    for request in requests:
+        assert found.outputs[request.request_id].tokens == greedy_by_hand(runner, request), request
+    if "num_pages" in options:
+        assert found.stats.num_preemptions > 0
+
+
 # --- the exact distribution -------------------------------------------------------------------------------------------
 
 PROMPT = (3, 16, 13, 7)
