@@ -20,7 +20,7 @@ from jaxserve.offline.results import RequestOptions, Translator
 DEMO_PROMPTS = (
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",
-    "Write a short poem about the sea.",
+    "Explain in two sentences why the sky is blue.",
     "List three things to check before a long bicycle ride.",
 )
 
