@@ -14,7 +14,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from checkpoints.checkpoint import open_checkpoint
 from jaxserve.config import EngineConfig, ModelConfig, model_config_from_hf
@@ -28,13 +27,6 @@ from jaxserve.models.params import ParamSpec, map_specs, random_params
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import Runner, RunnerLimits, StepHandle, StepPlan
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
-
-CACHED = [
-    pytest.mark.usefixtures("compile_cache"),
-    # Neither a program that cannot be kept, nor a file that a killed run left half written, is a matter of the test's.
-    pytest.mark.filterwarnings("ignore:Error (writing|reading) persistent compilation cache entry"),
-]
-"""Marks of test modules that compile steps."""
 
 TINY_MODEL = ModelConfig(
     family="llama",

@@ -11,8 +11,9 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.request import FinishReason, Request, TokenLogprobs
+from tests.cached import CACHED
 from tests.near_ties import assert_same_or_near_tie, assert_same_outputs
-from tests.real_engines import CACHED, TINY_MODEL, Output, PlanLog, mixed_requests, run, run_alone, tiny_runner
+from tests.real_engines import TINY_MODEL, Output, PlanLog, mixed_requests, run, run_alone, tiny_runner
 
 pytestmark = CACHED
 
@@ -84,7 +85,8 @@ def test_preempted_sequences_give_the_same(runner: DeviceRunner, num_pages: int,
     assert_equal(alone, found.outputs)
 
 
-@pytest.mark.parametrize("tensor_parallel", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel", [2, 4])
 def test_more_devices_give_the_same(requests: list[Request], alone: dict[str, Output], tensor_parallel: int) -> None:
     runner = tiny_runner(dataclasses.replace(ENGINE, tensor_parallel=tensor_parallel))
     assert_equal(alone, run(runner, requests).outputs)

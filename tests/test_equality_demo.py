@@ -12,8 +12,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.request import Request
+from tests.cached import CACHED
 from tests.near_ties import assert_same_outputs
-from tests.real_engines import CACHED, Output, PlanLog, checkpoint_runner, mixed_requests, run, run_alone
+from tests.real_engines import Output, PlanLog, checkpoint_runner, mixed_requests, run, run_alone
 from tests.references.load import DEMO_NAMES, load_demo
 
 pytestmark = [pytest.mark.slow, *CACHED]

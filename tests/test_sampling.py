@@ -14,7 +14,8 @@ from scipy import stats
 from jaxserve.config import EngineConfig
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.request import Request, SamplingParams
-from tests.real_engines import CACHED, TINY_MODEL, Output, run, run_alone, tiny_runner
+from tests.cached import CACHED
+from tests.real_engines import TINY_MODEL, Output, run, run_alone, tiny_runner
 
 pytestmark = CACHED
 
@@ -111,6 +112,7 @@ def test_requests_differ_in_their_seeds_alone(runner: DeviceRunner) -> None:
     assert len({tuple(tokens) for tokens in outputs.values()}) == len(seeds) - 1
 
 
+@pytest.mark.slow
 def test_two_devices_give_the_same(requests: list[Request], alone: dict[str, list[int]]) -> None:
     found = run(tiny_runner(dataclasses.replace(ENGINE, tensor_parallel=2), MODEL), requests)
     assert tokens_of(found.outputs) == alone
@@ -139,7 +141,7 @@ def greedy_by_hand(runner: DeviceRunner, request: Request) -> list[int]:
     return tokens[num_prompt:]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_pages": 16, "prefill_chunk": 7}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_pages": 14, "prefill_chunk": 7}], ids=str)
 def test_penalties_follow_the_whole_sequence(runner: DeviceRunner, options: dict[str, Any]) -> None:
     """Over chunks, slots that others had before, and preemptions, which compute outputs again as if they were a prompt."""
     rng = np.random.default_rng(4)
@@ -152,7 +154,7 @@ def test_penalties_follow_the_whole_sequence(runner: DeviceRunner, options: dict
     requests = [
         Request(
             request_id=str(index),
-            prompt=tuple(rng.integers(0, VOCAB, rng.integers(1, 30)).tolist()),
+            prompt=tuple(rng.integers(0, VOCAB, 1 if index < len(kinds) else rng.integers(2, 30)).tolist()),
             params=SamplingParams(temperature=0.0, max_tokens=24, **kinds[index % len(kinds)]),
         )
         for index in range(12)
@@ -227,7 +229,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "settings", [*SETTINGS[-2:], *(pytest.param(settings, marks=pytest.mark.slow) for settings in SETTINGS[:-2])], ids=str
+)
 def test_what_is_drawn_follows_the_exact_distribution(
     runner: DeviceRunner, logits: np.ndarray, settings: dict[str, Any]
 ) -> None:

@@ -15,7 +15,8 @@ from jaxserve.device.buckets import Bucket
 from jaxserve.device.runner import DeviceRunner, page_bytes, pool_shape
 from jaxserve.models.sharding import make_mesh
 from jaxserve.request import Request, SamplingParams
-from tests.real_engines import CACHED, TINY_MODEL, run, tiny_runner
+from tests.cached import CACHED
+from tests.real_engines import TINY_MODEL, run, tiny_runner
 
 pytestmark = CACHED
 

@@ -15,6 +15,9 @@ from scipy.special import log_softmax, softmax
 from jaxserve.device.pack import MAX_FORBIDDEN, SampleRows
 from jaxserve.device.sampler import Sampled, SlotState, adjust, draw, first_argmax, keep_top_k, keep_top_p, sample
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from tests.cached import CACHED
+
+pytestmark = CACHED
 
 NUM_SLOTS, CONTEXT = 6, 12
 
@@ -51,6 +54,7 @@ def random_logits(seed: int, num_rows: int, vocab: int) -> np.ndarray:
 
 
 _sample = jax.jit(sample)
+_draw = jax.jit(draw)
 
 
 def choose(logits: np.ndarray, rows: SampleRows, state: SlotState) -> Sampled:
@@ -184,7 +188,7 @@ def test_each_row_has_its_own_filters() -> None:
     columns = {name: [settings[name] for settings in asked] for name in asked[0]}
     expected = np.array([filtered(row, **settings) for row, settings in zip(logits, asked, strict=True)])  # type: ignore[arg-type]
     for uniform in np.linspace(0.005, 0.995, 50):
-        tokens = np.asarray(draw(jnp.asarray(logits), make_rows(num_rows, uniform=uniform, **columns)))
+        tokens = np.asarray(_draw(jnp.asarray(logits), make_rows(num_rows, uniform=uniform, **columns)))
         before = np.cumsum(expected, axis=1)[np.arange(num_rows), tokens] - expected[np.arange(num_rows), tokens]
         assert (before <= uniform + 1e-5).all()
         assert (uniform - 1e-5 <= before + expected[np.arange(num_rows), tokens]).all()

@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import paged_attention, schedule, xla
 from pallas_kernels.paged_attention.cases import CASES, Case, Inputs, make_inputs, owned_pages, real_tokens
+from tests.cached import CACHED
+
+pytestmark = CACHED
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 """Outputs are averages of standard normal values; bfloat16 ones are rounded to 8 bits at the end."""
@@ -150,7 +153,7 @@ def ragged_rows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[tuple[int, int]
     return singles, tuple(chunks)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name != "grouped")) for name in LAYOUTS])
 @given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
 def test_xla_agrees_on_any_rows(layout: str, rows: tuple[tuple[int, ...], tuple[tuple[int, int], ...]], seed: int) -> None:
     singles, chunks = rows

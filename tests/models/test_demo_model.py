@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
+from tests.cached import CACHED
 from tests.paged_model import PagedModel
-from tests.real_engines import CACHED
 from tests.references.load import DEMO_NAMES, load_demo
 
 pytestmark = [pytest.mark.slow, *CACHED]

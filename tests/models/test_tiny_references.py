@@ -7,22 +7,22 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.cached import CACHED
 from tests.paged_model import PagedModel, load_tiny_model
-from tests.real_engines import CACHED
 from tests.references.load import TINY_NAMES, TinyReference, load_tiny
 
 pytestmark = CACHED
 
 TOLERANCE = 2e-4
-SHARDED_IN_QUICK = ("biases", "mqa_theta", "nine_heads_tied")
-"""Heads that the mesh divides, of which it has more, and that it does not divide; the others are sharded in slow tests."""
+QUICK = ("biases-tp1", "rope_llama3-tp1", "mqa_theta-tp4", "nine_heads_tied-tp1", "nine_heads_tied-tp2")
+"""With biases, scaled, with fewer heads than devices and with a number that they do not divide; the rest is slow."""
 
 
 def models() -> Iterator[object]:
     for name in TINY_NAMES:
         for tensor_parallel in (1, 2, 4):
-            slow = tensor_parallel > 1 and name not in SHARDED_IN_QUICK
-            yield pytest.param((name, tensor_parallel), id=f"{name}-tp{tensor_parallel}", marks=[pytest.mark.slow] * slow)
+            test_id = f"{name}-tp{tensor_parallel}"
+            yield pytest.param((name, tensor_parallel), id=test_id, marks=[pytest.mark.slow] * (test_id not in QUICK))
 
 
 @pytest.fixture(scope="module", params=models())
@@ -51,8 +51,14 @@ def test_greedy_decode_agrees(loaded: tuple[TinyReference, PagedModel]) -> None:
         (last,) = model.feed([token], width=1)
 
 
-@pytest.mark.parametrize("name", ["rope_llama3_v5", "nine_heads_tied"])
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "tensor_parallel"),
+    [
+        ("rope_llama3", 1),
+        pytest.param("rope_llama3", 2, marks=pytest.mark.slow),
+        pytest.param("nine_heads_tied", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_bfloat16_is_near(name: str, tensor_parallel: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Eight bits of mantissa through two or three layers: a percent or two of logits whose deviation is 1.5."""
     reference = load_tiny(name)
