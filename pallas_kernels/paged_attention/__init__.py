@@ -7,16 +7,17 @@ A step holds rows, one per sequence. Row `s` owns the tokens `[row_offsets[s], r
 chunk and a decode are rows with another count. Each of the first `num_single` rows owns one token, row `s` token `s`: a
 static promise that lets an implementation treat decodes apart from chunks without looking.
 
-What depends on the rows alone is computed once a step, by `schedule`, and serves all layers.
+What depends on the rows and the window alone is computed once a step, by `schedule`, and serves all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.paged_attention import reference, xla
 
@@ -29,9 +30,23 @@ class Implementation:
     paged_attention: Callable[..., Any]
 
 
+def _kernel(name: str) -> Implementation:
+    """A module that is imported when first used: a kernel's needs are not everybody's."""
+
+    def call(function: str) -> Callable[..., Any]:
+        def late(*args: Any, **kwargs: Any) -> Any:
+            return getattr(import_module(f"{__name__}.{name}"), function)(*args, **kwargs)
+
+        return late
+
+    return Implementation(call("schedule"), call("paged_attention"))
+
+
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.schedule, reference.paged_attention),
     "xla": Implementation(xla.schedule, xla.paged_attention),
+    "tpu": _kernel("tpu"),
+    "gpu": _kernel("gpu"),
 }
 """By name. An experiment adds its own in one line; "reference" is the definition, "xla" the fast path without a kernel."""
 
@@ -44,6 +59,7 @@ def schedule(
     num_tokens: int,
     num_single: int,
     page_size: int,
+    window: int | None = None,
     impl: str,
 ) -> Any:
     """Lay out a step's work for `paged_attention`.
@@ -55,33 +71,51 @@ def schedule(
         num_tokens: `T`.
         num_single: leading rows that own one token each.
         page_size: `B`.
+        window: the newest positions that a token sees, its own among them; all of them where None.
         impl: a key of `IMPLEMENTATIONS`.
 
     Returns:
         A pytree that only the same `impl` reads.
     """
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1, the token itself, or None for no window; found {window}")
     return IMPLEMENTATIONS[impl].schedule(
-        block_table, row_offsets, lengths, num_tokens=num_tokens, num_single=num_single, page_size=page_size
+        block_table,
+        row_offsets,
+        lengths,
+        num_tokens=num_tokens,
+        num_single=num_single,
+        page_size=page_size,
+        window=window,
     )
 
 
 def paged_attention(
     queries: Float[Array, "T N D"],
-    pages: Float[Array, "P K B 2*D"],
+    pages: Num[Array, "P K B 2*D"],
     work: Any,
     *,
     scale: float,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    kv_scales: Float[Array, "K 2"] | None = None,
     impl: str,
 ) -> Float[Array, "T N D"]:
-    """Attend each token to its sequence's positions up to and including its own.
+    """Attend each token to its sequence's positions up to and including its own, or to the window's newest of them.
 
     Args:
         queries: rotated queries; query head `n` reads KV head `n // (N // K)`.
         pages: one layer's pool, K in the first `D` of the last axis and V in the rest.
         work: what `schedule` made of the step's rows for the same `impl`.
         scale: multiplies the scores.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` before they are masked.
+        sinks: a score of each query head that joins the softmax and has no value.
+        kv_scales: of pages in int8 or float8: what is stored times `kv_scales[k, 0]` is K of head `k`, and times
+            `kv_scales[k, 1]` V.
 
     Returns:
         Attention outputs in the dtype of `queries`. Outputs of padding tokens are finite and otherwise unspecified.
     """
-    return IMPLEMENTATIONS[impl].paged_attention(queries, pages, work, scale=scale)
+    return IMPLEMENTATIONS[impl].paged_attention(
+        queries, pages, work, scale=scale, soft_cap=soft_cap, sinks=sinks, kv_scales=kv_scales
+    )

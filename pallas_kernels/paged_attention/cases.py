@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 NO_PAGE = 10**9
 """Fills the block table past a row's length: far outside any pool."""
@@ -27,7 +27,11 @@ class Case:
         padding_tokens: tokens past the last row's end.
         table_width: `W`; 0 for as many pages as the longest row has.
         num_pages: `P`; 0 for some more than the rows own.
-        dtype: of queries and pool.
+        dtype: of queries, and of the pool where `kv_dtype` is empty.
+        kv_dtype: of the pool where it is stored in fewer bits, with a scale of each KV head for K and for V.
+        window: positions that a token sees; all where None.
+        soft_cap: of the scores.
+        sinks: whether each query head has a sink.
     """
 
     name: str
@@ -41,6 +45,10 @@ class Case:
     table_width: int = 0
     num_pages: int = 0
     dtype: str = "float32"
+    kv_dtype: str = ""
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
 
     @property
     def lengths(self) -> list[int]:
@@ -84,6 +92,20 @@ CASES = (
          singles=(1, 77, 0, 64), chunks=((20, 90), (0, 0)), padding_tokens=3),
     Case(name="bfloat16_decodes", num_heads=8, num_kv_heads=2, head_dim=128, page_size=64, dtype="bfloat16",
          singles=(300, 5)),
+    Case(name="a_window_shorter_than_a_page", num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, window=5,
+         singles=(1, 5, 77, 0, 129), chunks=((5, 5), (20, 90)), padding_tokens=7),
+    Case(name="a_window_of_several_blocks", num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, window=150,
+         singles=(149, 150, 151, 500), chunks=((160, 400), (3, 330))),
+    Case(name="soft_capped", num_heads=4, num_kv_heads=2, head_dim=96, page_size=32, soft_cap=1.5,
+         singles=(70, 3), chunks=((20, 90),)),
+    Case(name="with_sinks", num_heads=8, num_kv_heads=2, head_dim=64, page_size=16, sinks=True,
+         singles=(1, 77, 0, 64), chunks=((5, 5), (20, 90), (0, 0)), padding_tokens=2),
+    Case(name="everything_at_once", num_heads=6, num_kv_heads=2, head_dim=256, page_size=8, window=40, soft_cap=2.0,
+         sinks=True, singles=(1, 77, 0), chunks=((20, 90),)),
+    Case(name="int8_pages", num_heads=9, num_kv_heads=3, head_dim=64, page_size=32, kv_dtype="int8",
+         singles=(1, 77, 0, 64), chunks=((20, 90), (0, 0)), padding_tokens=3),
+    Case(name="float8_pages", num_heads=8, num_kv_heads=2, head_dim=128, page_size=64, dtype="bfloat16",
+         kv_dtype="float8_e4m3fn", singles=(300, 5), chunks=((20, 90),)),
     Case(name="nothing_but_padding", num_heads=4, num_kv_heads=4, head_dim=64, page_size=16, singles=(0, 0, 0),
          chunks=((0, 0), (0, 0)), padding_tokens=5, table_width=4),
 )  # fmt: skip
@@ -94,11 +116,15 @@ class Inputs:
     """Arguments of `schedule` and `paged_attention`."""
 
     queries: Float[Array, "T N D"]
-    pages: Float[Array, "P K B 2*D"]
+    pages: Num[Array, "P K B 2*D"]
     block_table: Int[Array, "S W"]
     row_offsets: Int[Array, "S+1"]
     lengths: Int[Array, " S"]
+    sinks: Float[Array, " N"] | None
+    kv_scales: Float[Array, "K 2"] | None
     num_single: int = struct.field(pytree_node=False)
+    window: int | None = struct.field(pytree_node=False)
+    soft_cap: float | None = struct.field(pytree_node=False)
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -115,14 +141,31 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     def normal(*shape: int) -> Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32), case.dtype)
 
+    pages, kv_scales = normal(len(order), case.num_kv_heads, case.page_size, 2 * case.head_dim), None
+    if case.kv_dtype:
+        pages, kv_scales = _stored(pages, case.kv_dtype)
     return Inputs(
         queries=normal(num_tokens, case.num_heads, case.head_dim),
-        pages=normal(len(order), case.num_kv_heads, case.page_size, 2 * case.head_dim),
+        pages=pages,
         block_table=jnp.asarray(block_table),
         row_offsets=jnp.asarray(row_offsets),
         lengths=jnp.asarray(case.lengths, jnp.int32),
+        sinks=normal(case.num_heads) if case.sinks else None,
+        kv_scales=kv_scales,
         num_single=len(case.singles),
+        window=case.window,
+        soft_cap=case.soft_cap,
     )
+
+
+def _stored(pages: Float[Array, "P K B D2"], dtype: str) -> tuple[Num[Array, "P K B D2"], Float[Array, "K 2"]]:
+    """The pages in few bits, and the scales that give back about what they were."""
+    _, num_kv_heads, _, width = pages.shape
+    largest = jnp.abs(pages.astype(jnp.float32).reshape(-1, num_kv_heads, pages.shape[2], 2, width // 2)).max(axis=(0, 2, 4))
+    integer = jnp.issubdtype(dtype, jnp.integer)
+    scales = largest / float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
+    stored = pages.astype(jnp.float32) / jnp.repeat(scales, width // 2, axis=1)[None, :, None, :]
+    return (jnp.round(stored) if integer else stored).astype(dtype), scales
 
 
 def owned_pages(inputs: Inputs) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 
 @struct.dataclass
@@ -15,6 +15,7 @@ class Rows:
     block_table: Int[Array, "S W"]
     row_offsets: Int[Array, "S+1"]
     lengths: Int[Array, " S"]
+    window: int | None = struct.field(pytree_node=False, default=None)
 
 
 def schedule(
@@ -25,18 +26,22 @@ def schedule(
     num_tokens: int,
     num_single: int,
     page_size: int,
+    window: int | None = None,
 ) -> Rows:
     """See `pallas_kernels.paged_attention.schedule`. Nothing to lay out."""
     del num_tokens, num_single, page_size
-    return Rows(block_table, row_offsets, lengths)
+    return Rows(block_table, row_offsets, lengths, window)
 
 
 def paged_attention(
     queries: Float[Array, "T N D"],
-    pages: Float[Array, "P K B D2"],
+    pages: Num[Array, "P K B D2"],
     work: Rows,
     *,
     scale: float,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    kv_scales: Float[Array, "K 2"] | None = None,
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`. Padding tokens give zeros."""
     num_tokens, num_heads, head_dim = queries.shape
@@ -55,11 +60,23 @@ def paged_attention(
     table = jnp.where(ignored, 0, work.block_table)
     kv = pages[table].astype(jnp.float32)  # [S, W, K, B, 2D]
     kv = kv.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, width * page_size, 2 * head_dim)[row]
-    grouped = queries.astype(jnp.float32).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    if kv_scales is not None:
+        kv = kv * jnp.repeat(kv_scales.astype(jnp.float32), head_dim, axis=1)[None, :, None, :]
+    group = num_heads // num_kv_heads
+    grouped = queries.astype(jnp.float32).reshape(num_tokens, num_kv_heads, group, head_dim)
     scores = scale * jnp.einsum("tkgd,tkcd->tkgc", grouped, kv[..., :head_dim], precision="highest")
-    visible = jnp.arange(width * page_size)[None, :] <= position[:, None]  # [T, W*B]
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    key_position = jnp.arange(width * page_size)[None, :]
+    visible = key_position <= position[:, None]  # [T, W*B]
+    if work.window is not None:
+        visible &= key_position > position[:, None] - work.window
     scores = jnp.where(visible[:, None, None, :], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)  # NaN for padding tokens, which see nothing; dropped below
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    # NaN for padding tokens, which see nothing; dropped below.
+    weights = jax.nn.softmax(scores, axis=-1)[..., : width * page_size]
     values = jnp.where(visible[:, None, :, None], kv[..., head_dim:], 0.0)
     out = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision="highest")
     out = jnp.where(real[:, None, None, None], out, 0.0)

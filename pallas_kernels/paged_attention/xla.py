@@ -18,7 +18,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 DECODE_BLOCK = 64
 CHUNK_TILE = 128
@@ -39,13 +39,15 @@ class DecodeWork:
     Attributes:
         num_items: how many are real.
         row: each item's row; `S` past the end.
-        visible: positions of the block that the row may see.
+        visible: positions of the block that the row may see: those before this one ...
+        hidden: ... less these first ones, which a window hides; absent without a window.
         page_ids: pages of the block, the row's first in place of those past its length.
     """
 
     num_items: Int[Array, ""]
     row: Int[Array, " I"]
     visible: Int[Array, " I"]
+    hidden: Int[Array, " I"] | None
     page_ids: Int[Array, "I pages_per_block"]
     num_rows: int = struct.field(pytree_node=False)
     items_per_turn: int = struct.field(pytree_node=False)
@@ -71,6 +73,7 @@ class ChunkWork:
     length: Int[Array, " tiles"]
     page_ids: Int[Array, "S blocks pages_per_block"]
     tile: int = struct.field(pytree_node=False)
+    window: int | None = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -89,6 +92,7 @@ def schedule(
     num_tokens: int,
     num_single: int,
     page_size: int,
+    window: int | None = None,
 ) -> Work:
     """See `pallas_kernels.paged_attention.schedule`."""
     page = jnp.arange(block_table.shape[1])[None, :]
@@ -98,32 +102,42 @@ def schedule(
     table = jnp.where(page * page_size < lengths[:, None], block_table, first[:, None])
     decode = chunks = None
     if num_single:
-        decode = _schedule_decode(table[:num_single], lengths[:num_single], page_size)
+        decode = _schedule_decode(table[:num_single], lengths[:num_single], page_size, window)
     if num_tokens > num_single:
         offsets = row_offsets[num_single:] - num_single
-        chunks = _schedule_chunks(table[num_single:], offsets, lengths[num_single:], num_tokens - num_single, page_size)
+        num_tokens -= num_single
+        chunks = _schedule_chunks(table[num_single:], offsets, lengths[num_single:], num_tokens, page_size, window)
     return Work(decode=decode, chunks=chunks)
 
 
 def paged_attention(
     queries: Float[Array, "T N D"],
-    pages: Float[Array, "P K B D2"],
+    pages: Num[Array, "P K B D2"],
     work: Work,
     *,
     scale: float,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    kv_scales: Float[Array, "K 2"] | None = None,
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = pages.shape[1]
     group = num_heads // num_kv_heads
     grouped = (queries.astype(jnp.float32) * scale).reshape(num_tokens, num_kv_heads, group, head_dim)
+    if kv_scales is not None:
+        grouped = grouped * kv_scales[:, :1, None]
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group)
     outputs = []
     num_single = work.decode.num_rows if work.decode is not None else 0
     if work.decode is not None:
-        outputs.append(_decode(grouped[:num_single], pages, work.decode))
+        outputs.append(_decode(grouped[:num_single], pages, work.decode, soft_cap, sinks))
     if work.chunks is not None:
-        outputs.append(_chunks(grouped[num_single:], pages, work.chunks))
+        outputs.append(_chunks(grouped[num_single:], pages, work.chunks, soft_cap, sinks))
     out = jnp.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+    if kv_scales is not None:
+        out = out * kv_scales[:, 1:, None]
     return out.reshape(num_tokens, num_heads, head_dim).astype(queries.dtype)
 
 
@@ -133,7 +147,7 @@ def _blocked_table(table: Int[Array, "S W"], per_block: int) -> Int[Array, "S bl
     return jnp.pad(table, ((0, 0), (0, blocks * per_block - width)), mode="edge").reshape(num_rows, blocks, per_block)
 
 
-def _gather_blocks(pages: Float[Array, "P K B D2"], page_ids: Int[Array, "I pages_per_block"]) -> Float[Array, "I K block D2"]:
+def _gather_blocks(pages: Num[Array, "P K B D2"], page_ids: Int[Array, "I pages_per_block"]) -> Float[Array, "I K block D2"]:
     """The pages of each item side by side, in float32."""
     num_items, per_block = page_ids.shape
     _, num_kv_heads, page_size, width = pages.shape
@@ -143,7 +157,22 @@ def _gather_blocks(pages: Float[Array, "P K B D2"], page_ids: Int[Array, "I page
     return lax.optimization_barrier(blocks).astype(jnp.float32)
 
 
-def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_size: int) -> DecodeWork:
+def _capped(scores: Array, soft_cap: float | None) -> Array:
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def _finished(
+    best: Float[Array, "..."], total: Float[Array, "..."], out: Float[Array, "... D"], sinks: Float[Array, "..."] | None
+) -> Float[Array, "... D"]:
+    """The softmax's average from its running maximum, sum and output; zeros where there was nothing to see."""
+    if sinks is not None:
+        new_best = jnp.maximum(best, sinks)
+        shrink = jnp.exp(best - new_best)
+        total, out = total * shrink + jnp.exp(sinks - new_best), out * shrink[..., None]
+    return out / jnp.where(total > 0, total, 1.0)[..., None]
+
+
+def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_size: int, window: int | None) -> DecodeWork:
     num_rows = table.shape[0]
     per_block = max(1, DECODE_BLOCK // page_size)
     block = per_block * page_size
@@ -152,17 +181,19 @@ def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_s
     per_turn = ITEMS_PER_TURN_OF_FEW if num_rows <= FEW_ROWS else min(max(num_rows, fewest), most)
     max_items = -(-num_rows * blocked.shape[1] // per_turn) * per_turn
 
-    num_blocks = -(-lengths // block)
+    first_block = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // block
+    num_blocks = -(-lengths // block) - first_block
     ends = jnp.cumsum(num_blocks)
     item = jnp.arange(max_items)
     row = jnp.sum(item[:, None] >= ends[None, :], axis=1)  # [I]; S past the end
     last_row = jnp.max(jnp.where(lengths > 0, jnp.arange(num_rows), 0))
     safe_row = jnp.where(row < num_rows, row, last_row)  # what fills up the last turn reads pages that someone owns
-    index = jnp.where(row < num_rows, item - (ends - num_blocks)[safe_row], 0)
+    index = jnp.where(row < num_rows, item - (ends - num_blocks - first_block)[safe_row], 0)
     return DecodeWork(
         num_items=ends[-1],
         row=row,
         visible=jnp.where(row < num_rows, lengths[safe_row] - index * block, 0),
+        hidden=None if window is None else lengths[safe_row] - index * block - window,
         page_ids=blocked[safe_row, index],
         num_rows=num_rows,
         items_per_turn=per_turn,
@@ -171,8 +202,10 @@ def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_s
 
 def _decode(
     queries: Float[Array, "S K G D"],
-    pages: Float[Array, "P K B D2"],
+    pages: Num[Array, "P K B D2"],
     work: DecodeWork,
+    soft_cap: float | None,
+    sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "S K G D"]:
     """One query a row; rows of length 0 give zeros."""
     num_rows, num_kv_heads, group, head_dim = queries.shape
@@ -188,8 +221,10 @@ def _decode(
         visible = lax.dynamic_slice_in_dim(work.visible, item, per_turn)
         blocks = _gather_blocks(pages, lax.dynamic_slice_in_dim(work.page_ids, item, per_turn))  # [I, K, block, 2D]
         picked = queries.at[row].get(mode="promise_in_bounds")
-        scores = scores_of(picked, blocks)
+        scores = _capped(scores_of(picked, blocks), soft_cap)
         seen = jnp.arange(block)[None, :] < visible[:, None]  # [I, block]
+        if work.hidden is not None:
+            seen &= jnp.arange(block)[None, :] >= lax.dynamic_slice_in_dim(work.hidden, item, per_turn)[:, None]
         scores = jnp.where(seen[:, None, None, :], scores, MASKED)
 
         owns = jnp.arange(num_rows + 1)[:, None] == row[None, :]  # [S+1, I]
@@ -212,8 +247,8 @@ def _decode(
         jnp.zeros(state, jnp.float32),
         jnp.zeros((*state, head_dim), jnp.float32),
     )
-    _, _, total, out = lax.while_loop(lambda carry: carry[0] < work.num_items, turn, start)
-    return (out / jnp.where(total > 0, total, 1.0)[..., None])[:num_rows]
+    _, best, total, out = lax.while_loop(lambda carry: carry[0] < work.num_items, turn, start)
+    return _finished(best, total, out, sinks)[:num_rows]
 
 
 def _scores(queries: Float[Array, "I K G D2"], blocks: Float[Array, "I K block D2"]) -> Float[Array, "I K G block"]:
@@ -248,7 +283,12 @@ def _add_up_plainly(share: Float[Array, "S I"], of_items: Float[Array, "I *rest"
 
 
 def _schedule_chunks(
-    table: Int[Array, "S W"], offsets: Int[Array, "S+1"], lengths: Int[Array, " S"], num_tokens: int, page_size: int
+    table: Int[Array, "S W"],
+    offsets: Int[Array, "S+1"],
+    lengths: Int[Array, " S"],
+    num_tokens: int,
+    page_size: int,
+    window: int | None,
 ) -> ChunkWork:
     num_rows = table.shape[0]
     tile = min(CHUNK_TILE, num_tokens)
@@ -266,13 +306,16 @@ def _schedule_chunks(
         length=lengths[row],
         page_ids=_blocked_table(table, max(1, CHUNK_BLOCK // page_size)),
         tile=tile,
+        window=window,
     )
 
 
 def _chunks(
     queries: Float[Array, "T K G D"],
-    pages: Float[Array, "P K B D2"],
+    pages: Num[Array, "P K B D2"],
     work: ChunkWork,
+    soft_cap: float | None,
+    sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "T K G D"]:
     """Rows of any count."""
     num_tokens, num_kv_heads, group, head_dim = queries.shape
@@ -293,8 +336,11 @@ def _chunks(
             best, total, acc = carry
             kv = _gather_blocks(pages, work.page_ids[row, number][None])[0]  # [K, block, 2D]
             scores = jnp.einsum("kqd,kcd->kqc", tile_queries, kv[..., :head_dim], precision="highest")
-            visible = number * block + jnp.arange(block)[None, :] <= positions[:, None]
-            scores = jnp.where(visible[None], scores, MASKED)
+            key_positions = number * block + jnp.arange(block)[None, :]
+            visible = key_positions <= positions[:, None]
+            if work.window is not None:
+                visible &= key_positions > positions[:, None] - work.window
+            scores = jnp.where(visible[None], _capped(scores, soft_cap), MASKED)
             new_best = jnp.maximum(best, scores.max(axis=-1))
             weights = jnp.exp(scores - new_best[..., None])
             shrink = jnp.exp(best - new_best)
@@ -308,8 +354,11 @@ def _chunks(
             jnp.zeros(state, jnp.float32),
             jnp.zeros((*state, head_dim), jnp.float32),
         )
-        _, total, acc = lax.fori_loop(0, -(-last // block), one_block, start)
-        tile_out = (acc / total[..., None]).reshape(num_kv_heads, group, tile, head_dim).transpose(2, 0, 1, 3)
+        first_block = 0 if work.window is None else jnp.maximum(position - work.window + 1, 0) // block
+        best, total, acc = lax.fori_loop(first_block, -(-last // block), one_block, start)
+        tile_sinks = None if sinks is None else jnp.repeat(sinks, tile, axis=1)
+        tile_out = _finished(best, total, acc, tile_sinks)
+        tile_out = tile_out.reshape(num_kv_heads, group, tile, head_dim).transpose(2, 0, 1, 3)
         return lax.dynamic_update_slice_in_dim(out, tile_out.reshape(tile, -1), first, axis=0)
 
     # Two dimensions, so that the result has tokens outermost: with four the compiler leaves them inside and copies it all.

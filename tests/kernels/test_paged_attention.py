@@ -34,15 +34,23 @@ def plan(inputs: Inputs, impl: str) -> Any:
         num_tokens=inputs.queries.shape[0],
         num_single=inputs.num_single,
         page_size=inputs.pages.shape[2],
+        window=inputs.window,
         impl=impl,
     )
 
 
 @partial(jax.jit, static_argnames="impl")
 def _attend(inputs: Inputs, impl: str) -> jax.Array:
-    scale = inputs.queries.shape[-1] ** -0.5
-    work = plan(inputs, impl)
-    return paged_attention(inputs.queries, inputs.pages, work, scale=scale, impl=impl)
+    return paged_attention(
+        inputs.queries,
+        inputs.pages,
+        plan(inputs, impl),
+        scale=inputs.queries.shape[-1] ** -0.5,
+        soft_cap=inputs.soft_cap,
+        sinks=inputs.sinks,
+        kv_scales=inputs.kv_scales,
+        impl=impl,
+    )
 
 
 def attend(inputs: Inputs, impl: str) -> np.ndarray:
@@ -55,7 +63,7 @@ def poisoned(inputs: Inputs) -> Inputs:
     nobodys = np.setdiff1d(np.arange(inputs.pages.shape[0]), owned_pages(inputs))
     assert nobodys.size
     pages = np.array(inputs.pages)
-    pages[nobodys] = np.nan
+    pages[nobodys] = 127 if pages.dtype == np.int8 else np.nan
     return inputs.replace(pages=jnp.asarray(pages))  # type: ignore[attr-defined]
 
 
@@ -69,17 +77,36 @@ def by_loops(inputs: Inputs) -> np.ndarray:
     for row, length in enumerate(np.asarray(inputs.lengths)):
         ids = np.asarray(inputs.block_table)[row, : -(-length // page_size)]
         kv = pages[ids].transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, 2 * head_dim)
+        if inputs.kv_scales is not None:
+            kv = kv * np.repeat(np.asarray(inputs.kv_scales, np.float64), head_dim, axis=1)[:, None]
         for token in range(offsets[row], offsets[row + 1]) if length else ():
             visible = length - (offsets[row + 1] - 1 - token)
             for head in range(num_heads):
                 mine = kv[head // (num_heads // num_kv_heads), :visible]
                 scores = mine[:, :head_dim] @ queries[token, head] / np.sqrt(head_dim)
-                weights = np.exp(scores - scores.max())
-                out[token, head] = weights @ mine[:, head_dim:] / weights.sum()
+                if inputs.soft_cap is not None:
+                    scores = inputs.soft_cap * np.tanh(scores / inputs.soft_cap)
+                if inputs.window is not None:
+                    scores[: -inputs.window] = -np.inf
+                sink = -np.inf if inputs.sinks is None else float(inputs.sinks[head])
+                largest = max(scores.max(), sink)
+                weights = np.exp(scores - largest)
+                out[token, head] = weights @ mine[:, head_dim:] / (weights.sum() + np.exp(sink - largest))
     return out
 
 
-@pytest.mark.parametrize("name", ["decodes_and_chunks", "chunks_of_every_kind", "decodes_of_mha", "nothing_but_padding"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decodes_and_chunks",
+        "chunks_of_every_kind",
+        "decodes_of_mha",
+        "a_window_shorter_than_a_page",
+        "everything_at_once",
+        "int8_pages",
+        "nothing_but_padding",
+    ],
+)
 def test_the_definition_is_what_loops_compute(name: str) -> None:
     inputs = make_inputs(BY_NAME[name])
     np.testing.assert_allclose(attend(inputs, "reference"), by_loops(inputs), rtol=0, atol=2e-6)
@@ -213,3 +240,16 @@ def test_chunks_read_what_is_there(chunks: tuple[tuple[int, int], ...], monkeypa
     tiles = [min(length - count + end, length) for count, length in chunks for end in range(tile, count + tile, tile)]
     assert plan(make_inputs(case), "xla").chunks.num_tiles == len(tiles)
     assert pages_gathered(case, monkeypatch) == sum(-(-last // block) for last in tiles) * block // case.page_size
+
+
+def test_what_a_window_hides_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(
+        name="", num_heads=2, num_kv_heads=1, head_dim=8, page_size=16, singles=(1000,), chunks=((100, 1000),),
+        table_width=64, num_pages=260, window=64,
+    )  # fmt: skip
+    work = plan(make_inputs(case), "xla")
+    assert work.decode.num_items == 2
+    singles, chunk_block = -(-2 // work.decode.items_per_turn) * work.decode.items_per_turn * xla.DECODE_BLOCK, xla.CHUNK_BLOCK
+    # The chunk's first token is at 900 and sees from 837 on.
+    chunks = (-(-1000 // chunk_block) - 837 // chunk_block) * chunk_block
+    assert pages_gathered(case, monkeypatch) == (singles + chunks) // case.page_size
