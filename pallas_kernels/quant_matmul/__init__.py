@@ -1,0 +1,93 @@
+"""Products with weights of 8 or 4 bits, dequantised on the way; activations in floats, or 8 bits per token.
+
+Owns the signature and the choice of implementation; the definition is `reference.py`, and what the numbers mean is in
+`weights.py`.
+
+Activations are `[in, T]` and weights `[out, in]`, as in the models' `linear`. The orientation serves more than the CPU: a
+GPU's tensor cores take the operand that is dequantised in registers only as the left one, with its rows along `out`.
+
+How an implementation wants the weights in memory is its own affair: `lay_out` moves them there once, when a model is
+loaded, and `quant_matmul` reads what that gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.quant_matmul import reference, xla
+from pallas_kernels.quant_matmul.weights import QuantActivations, QuantWeights, quantize_activations, quantize_weights
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Implementation",
+    "QuantActivations",
+    "QuantWeights",
+    "lay_out",
+    "quant_matmul",
+    "quantize_activations",
+    "quantize_weights",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """A `lay_out` and the `quant_matmul` that reads it, with the signatures of this module less `impl`."""
+
+    lay_out: Callable[..., Any]
+    quant_matmul: Callable[..., Any]
+
+
+def _kernel(name: str) -> Implementation:
+    """A module that is imported when first used: a kernel's needs are not everybody's."""
+
+    def call(function: str) -> Callable[..., Any]:
+        def late(*args: Any, **kwargs: Any) -> Any:
+            return getattr(import_module(f"{__name__}.{name}"), function)(*args, **kwargs)
+
+        return late
+
+    return Implementation(call("lay_out"), call("quant_matmul"))
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.lay_out, reference.quant_matmul),
+    "xla": Implementation(xla.lay_out, xla.quant_matmul),
+    "tpu": _kernel("tpu"),
+    "gpu": _kernel("gpu"),
+}
+"""By name. An experiment adds its own in one line; "reference" is the definition, "xla" the fast path without a kernel."""
+
+
+def lay_out(weights: QuantWeights, *, impl: str) -> Any:
+    """Move the weights to where `quant_matmul` of the same `impl` wants them.
+
+    Where weights are split over devices, each device lays out its own part; a part holds whole groups.
+
+    Args:
+        impl: a key of `IMPLEMENTATIONS`.
+
+    Returns:
+        A pytree that only the same `impl` reads.
+
+    Raises:
+        ValueError: no such quantisation, or `impl` does not support it.
+    """
+    return IMPLEMENTATIONS[impl].lay_out(weights)
+
+
+def quant_matmul(x: Float[Array, "in T"] | QuantActivations, weights: Any, *, impl: str) -> Float[Array, "out T"]:
+    """`weights @ x`, accumulated in float32.
+
+    Args:
+        x: float32 or bfloat16, or 8 bits per token.
+        weights: what `lay_out` gave for the same `impl`.
+
+    Returns:
+        The product in the dtype of `x`, or what `x` was before it was quantised.
+    """
+    return IMPLEMENTATIONS[impl].quant_matmul(x, weights)

@@ -1,0 +1,146 @@
+"""`quant_matmul` in plain XLA, for CPU.
+
+XLA's CPU compiler does not fuse a conversion into a product: it writes the dequantised matrix to memory first, which costs
+more than never having quantised. Two ways around it:
+
+- Few tokens: a product written out as multiplications and additions of 16 lanes along `in`, all of a row's terms in one
+  elementwise loop, which the compiler vectorises with the conversion in it. What is left, 16 sums a row, is added up by a
+  product with ones. Each weight is read once, as a byte or half of one.
+- More tokens: a loop over tiles of rows, each dequantised into the cache and multiplied there; for activations of 8 bits an
+  integer product of the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Int8
+
+from pallas_kernels.quant_matmul.packing import high_half, low_half, pack_int4, unpack_int4
+from pallas_kernels.quant_matmul.weights import Form, QuantActivations, QuantWeights, form_of
+
+FEW_TOKENS = 4
+LANES = 16
+TERMS = 64
+"""Most terms of one elementwise loop; longer rows leave several partial sums. Compile time grows with it."""
+TILE_WEIGHTS = 1 << 20
+"""Weights of a tile: what it takes dequantised is to stay in the cache."""
+
+
+@struct.dataclass
+class Laid:
+    """Weights as they lie in memory; two values a byte for 4 bits, see `packing`."""
+
+    values: Int8[Array, "out bytes"]
+    scales: Float[Array, "out G"]
+    offsets: Float[Array, "out G"] | None
+    form: Form = struct.field(pytree_node=False)
+
+
+def lay_out(weights: QuantWeights) -> Laid:
+    """See `pallas_kernels.quant_matmul.lay_out`."""
+    form = form_of(weights)
+    values = weights.values if form.bits == 8 else pack_int4(weights.values, form.group)
+    offsets = None if weights.offsets is None else weights.offsets.astype(jnp.float32)
+    return Laid(values=values, scales=weights.scales.astype(jnp.float32), offsets=offsets, form=form)
+
+
+def quant_matmul(x: Float[Array, "in T"] | QuantActivations, weights: Laid) -> Float[Array, "out T"]:
+    """See `pallas_kernels.quant_matmul.quant_matmul`."""
+    form = weights.form
+    values = x.values if isinstance(x, QuantActivations) else x
+    # For a scale a row, the scale waits until the sums are there.
+    by_row = form.num_groups == 1
+    if values.shape[1] <= FEW_TOKENS and _fits_lanes(form):
+        out = _by_lanes(values.astype(jnp.float32), weights)
+    elif isinstance(x, QuantActivations) and by_row:
+        out = _by_tiles(values, weights, _integer_product)
+    else:
+        out = _by_tiles(values.astype(jnp.float32), weights, _float_product)
+    if by_row:
+        out = out * weights.scales
+    if weights.offsets is not None:
+        sums = values.astype(jnp.float32).reshape(form.num_groups, form.group, -1).sum(axis=1)
+        out = out + jnp.matmul(weights.offsets, sums, precision="highest")
+    if isinstance(x, QuantActivations):
+        out = out * x.scales.astype(jnp.float32)
+    return out.astype(x.dtype)
+
+
+def _fits_lanes(form: Form) -> bool:
+    bytes_of_group = form.group * form.bits // 8
+    return bytes_of_group % LANES == 0
+
+
+def _by_lanes(x: Float[Array, "in T"], weights: Laid) -> Float[Array, "out T"]:
+    """Products without offsets, and without the scales where a row has one."""
+    form = weights.form
+    num_out, num_bytes = weights.values.shape
+    num_tokens = x.shape[1]
+    halves = 8 // form.bits
+    terms_of_group = form.group // halves // LANES
+    # Whole groups a loop where groups have scales.
+    unit = 1 if form.num_groups == 1 else terms_of_group
+    num_terms = num_bytes // LANES
+    terms = max(n for n in range(unit, max(TERMS // halves, unit) + 1, unit) if num_terms % n == 0)
+    chunks = num_terms // terms
+    bytes_of = weights.values.reshape(num_out, 1, chunks, terms, LANES)
+    scales = weights.scales.reshape(num_out, 1, -1, terms // unit if form.num_groups > 1 else 1, 1)
+    # [1, T, chunks, terms, halves, lanes]
+    inputs = x.T.reshape(1, num_tokens, -1, halves, terms_of_group, LANES).swapaxes(3, 4)
+    inputs = inputs.reshape(1, num_tokens, chunks, terms, halves, LANES)
+
+    total = jnp.float32(0)
+    for first in range(0, terms, unit):
+        part = jnp.float32(0)
+        for term in range(first, first + unit):
+            term_bytes = bytes_of[:, :, :, term]
+            for half in range(halves):
+                part = part + _half(term_bytes, half, halves) * inputs[:, :, :, term, half]
+        total = total + (part if form.num_groups == 1 else part * scales[:, :, :, first // unit])
+    # Without the barrier the compiler adds up inside the product that follows, term by term.
+    total = lax.optimization_barrier(total).reshape(num_out * num_tokens, chunks * LANES)
+    ones = jnp.ones((chunks * LANES, 1), jnp.float32)
+    return jnp.matmul(total, ones, precision="highest").reshape(num_out, num_tokens)
+
+
+def _half(packed: Int8[Array, "..."], half: int, halves: int) -> Float[Array, "..."]:
+    if halves == 1:
+        return packed.astype(jnp.float32)
+    # In 32 bits: there are no vector shifts of bytes.
+    wide = packed.astype(jnp.int32)
+    return (low_half(wide) if half == 0 else high_half(wide)).astype(jnp.float32)
+
+
+def _by_tiles(x: Array, weights: Laid, product: Callable[[Array, Array, Array, Form], Array]) -> Float[Array, "out T"]:
+    """The same as `_by_lanes`, a tile of rows at a time. The last tile overlaps the one before."""
+    form = weights.form
+    rows = min(form.num_out, max(8, TILE_WEIGHTS // form.num_in))
+
+    def one_tile(index: Array, out: Array) -> Array:
+        first = jnp.minimum(index * rows, form.num_out - rows)
+        values = lax.dynamic_slice_in_dim(weights.values, first, rows)
+        scales = lax.dynamic_slice_in_dim(weights.scales, first, rows)
+        return lax.dynamic_update_slice_in_dim(out, product(values, scales, x, form), first, axis=0)
+
+    start = jnp.zeros((form.num_out, x.shape[1]), jnp.float32)
+    return lax.fori_loop(0, -(-form.num_out // rows), one_tile, start)
+
+
+def _integer_product(values: Array, scales: Array, x: Array, form: Form) -> Array:
+    del scales
+    return jnp.matmul(_unpacked(values, form), x, preferred_element_type=jnp.int32).astype(jnp.float32)
+
+
+def _float_product(values: Array, scales: Array, x: Array, form: Form) -> Array:
+    wide = _unpacked(values, form).astype(jnp.float32)
+    if form.num_groups > 1:
+        wide = (wide.reshape(-1, form.num_groups, form.group) * scales[..., None]).reshape(wide.shape)
+    return jnp.matmul(wide, x, precision="highest")
+
+
+def _unpacked(values: Int8[Array, "rows bytes"], form: Form) -> Int8[Array, "rows in"]:
+    return unpack_int4(values, form.group) if form.bits == 4 else values

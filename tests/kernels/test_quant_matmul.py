@@ -1,0 +1,147 @@
+"""`quant_matmul`: the definition against NumPy in float64, every other implementation against the definition."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels.quant_matmul import (
+    IMPLEMENTATIONS,
+    QuantActivations,
+    QuantWeights,
+    lay_out,
+    quant_matmul,
+    quantize_activations,
+    quantize_weights,
+)
+from pallas_kernels.quant_matmul.cases import CASES, ODD_CASES, Case, make_inputs
+from pallas_kernels.quant_matmul.packing import high_half, low_half, pack_int4, unpack_int4
+from tests.cached import CACHED
+
+pytestmark = CACHED
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 2e-2}
+"""Outputs are about standard normal; bfloat16 ones are rounded to 8 bits at the end."""
+
+
+@partial(jax.jit, static_argnames="impl")
+def _multiply(x: Any, weights: QuantWeights, impl: str) -> jax.Array:
+    return quant_matmul(x, lay_out(weights, impl=impl), impl=impl)
+
+
+def multiply(x: Any, weights: QuantWeights, impl: str) -> np.ndarray:
+    return np.asarray(_multiply(x, weights, impl), np.float32)
+
+
+def in_float64(x: Any, weights: QuantWeights) -> np.ndarray:
+    """One group at a time."""
+    num_groups = weights.scales.shape[1]
+    values = np.split(np.asarray(weights.values, np.float64), num_groups, axis=1)
+    scales = np.split(np.asarray(weights.scales, np.float64), num_groups, axis=1)
+    offsets = (
+        [0.0] * num_groups if weights.offsets is None else np.split(np.asarray(weights.offsets, np.float64), num_groups, 1)
+    )
+    matrix = np.concatenate([s * v + o for v, s, o in zip(values, scales, offsets, strict=True)], axis=1)
+    if isinstance(x, QuantActivations):
+        return matrix @ (np.asarray(x.values, np.float64) * np.asarray(x.scales, np.float64))
+    return matrix @ np.asarray(x, np.float64)
+
+
+@pytest.mark.parametrize("case", CASES + ODD_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+def test_implementation_computes_the_product(impl: str, case: Case) -> None:
+    x, weights = make_inputs(case)
+    out = _multiply(x, weights, impl)
+    assert out.dtype == x.dtype
+    np.testing.assert_allclose(np.asarray(out, np.float32), in_float64(x, weights), rtol=0, atol=TOLERANCE[case.activations])
+
+
+@given(
+    bits=st.sampled_from([4, 8]),
+    group=st.sampled_from([32, 64, 128, None]),
+    num_groups=st.integers(1, 4),
+    num_out=st.integers(1, 12),
+    num_tokens=st.integers(1, 10),
+    offsets=st.booleans(),
+    quantised=st.booleans(),
+)
+def test_xla_computes_the_product_at_any_size(
+    bits: int, group: int | None, num_groups: int, num_out: int, num_tokens: int, offsets: bool, quantised: bool
+) -> None:
+    group = 32 if bits == 4 and group is None else group
+    case = Case(
+        num_out=num_out, num_in=num_groups * (group or 16), num_tokens=num_tokens, bits=bits, group=group, offsets=offsets,
+        activations="int8" if quantised else "float32",
+    )  # fmt: skip
+    x, weights = make_inputs(case)
+    np.testing.assert_allclose(multiply(x, weights, "xla"), in_float64(x, weights), rtol=0, atol=TOLERANCE[case.activations])
+
+
+def test_a_token_does_not_depend_on_those_beside_it() -> None:
+    """To the last bit, as long as the number of tokens takes the same path."""
+    x, weights = make_inputs(Case(num_out=64, num_in=128, num_tokens=4, bits=4, group=32, activations="float32"))
+    alone = multiply(x[:, :4].at[:, 1:].set(0.0), weights, "xla")
+    np.testing.assert_array_equal(multiply(x, weights, "xla")[:, 0], alone[:, 0])
+
+
+# --- what the numbers mean --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 32), (4, 64), (4, 128)])
+def test_weights_are_rounded_to_the_nearest_value(bits: int, group: int | None, symmetric: bool) -> None:
+    matrix = np.random.default_rng(0).standard_normal((6, 256)).astype(np.float32)
+    matrix[3, :128] = 0.0
+    quantised = quantize_weights(jnp.asarray(matrix), bits=bits, group=group, symmetric=symmetric)
+    assert quantised.scales.shape == (6, 1 if group is None else 256 // group)
+    assert (quantised.offsets is None) == symmetric
+    found = in_float64(jnp.eye(256), quantised)
+    step = np.repeat(np.asarray(quantised.scales), 256 // quantised.scales.shape[1], axis=1)
+    assert (np.abs(found - matrix) <= step / 2 + 1e-6).all()
+    if group is not None:
+        np.testing.assert_allclose(found[3, :128], 0.0, atol=1e-6)
+
+
+def test_activations_are_rounded_per_token() -> None:
+    x = np.random.default_rng(0).standard_normal((64, 5)).astype(np.float32) * np.array([1, 100, 0, 1e-3, 5], np.float32)
+    quantised = quantize_activations(jnp.asarray(x))
+    found = np.asarray(quantised.values, np.float64) * np.asarray(quantised.scales)
+    assert (np.abs(found - x) <= np.asarray(quantised.scales) / 2 + 1e-9).all()
+    assert (np.abs(np.asarray(quantised.values)).max(axis=0)[[0, 1, 3, 4]] == 127).all()
+    assert quantised.dtype == "float32"
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_packing_is_undone_by_unpacking(group: int) -> None:
+    values = np.random.default_rng(0).integers(-8, 8, (3, 256)).astype(np.int8)
+    packed = pack_int4(jnp.asarray(values), group)
+    assert packed.shape == (3, 128)
+    np.testing.assert_array_equal(unpack_int4(packed, group), values)
+    wide = packed.astype(jnp.int32)
+    np.testing.assert_array_equal(low_half(wide)[:, : group // 2], values[:, : group // 2])
+    np.testing.assert_array_equal(high_half(wide)[:, : group // 2], values[:, group // 2 : group])
+
+
+@pytest.mark.parametrize("impl", sorted(set(IMPLEMENTATIONS) - {"tpu", "gpu"}))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 3}, "3 bits"),
+        ({"scales": np.ones((4, 3), np.float32)}, r"scales \(4, 3\) do not fit"),
+        ({"scales": np.ones((3, 2), np.float32)}, r"expected \[4, G\]"),
+        ({"scales": np.ones((4, 8), np.float32)}, "groups of 16"),
+        ({"scales": np.ones((4, 8), np.float32), "bits": 4}, "4 bits in groups of 16"),
+        ({"offsets": np.ones((4, 2), np.float32)}, "one a scale"),
+    ],
+)
+def test_what_is_no_quantisation_is_refused(impl: str, changes: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {"values": np.zeros((4, 128), np.int8), "scales": np.ones((4, 1), np.float32), **changes}
+    with pytest.raises(ValueError, match=message):
+        lay_out(QuantWeights(**fields), impl=impl)
