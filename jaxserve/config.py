@@ -79,7 +79,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     prefill_chunk: int = 512
     max_context: int = 0
-    page_size: int = 16
+    page_size: int = 64
     num_pages: int = 0
     kv_memory: int = 0
     tensor_parallel: int = 1

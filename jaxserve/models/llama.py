@@ -20,7 +20,7 @@ from jaxserve.models.layers import embed, linear, psum, rms_norm, rotary_frequen
 from jaxserve.models.params import ParamSpec
 from jaxserve.models.sharding import TENSOR
 from pallas_kernels.kv_update import kv_update
-from pallas_kernels.paged_attention import paged_attention, schedule
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, schedule
 
 IGNORED_TENSORS = ("*.rotary_emb.inv_freq", "*.attention.masked_bias", "*.attention.bias")
 
@@ -190,7 +190,14 @@ def _attention(
     if layer.qkv_bias is not None:
         qkv = qkv + layer.qkv_bias[..., None]
     queries, keys, values = rotate(qkv[:, :-2], *rotary), rotate(qkv[:, -2], *rotary), qkv[:, -1]
-    pool = kv_update(pool, keys.transpose(2, 0, 1), values.transpose(2, 0, 1), batch.page_ids, batch.page_offsets)
+    pool = kv_update(
+        pool,
+        keys.transpose(2, 0, 1),
+        values.transpose(2, 0, 1),
+        batch.page_ids,
+        batch.page_offsets,
+        layout=IMPLEMENTATIONS[impl].layout,
+    )
     attended = paged_attention(
         queries.transpose(3, 0, 1, 2).reshape(tokens, -1, dim),
         pool,

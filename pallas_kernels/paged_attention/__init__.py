@@ -19,15 +19,21 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.page_layout import Layout
 from pallas_kernels.paged_attention import reference, xla
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """A `schedule` and the `paged_attention` that reads it, with the signatures of this module less `impl`."""
+    """A `schedule` and the `paged_attention` that reads it, with the signatures of this module less `impl`.
+
+    Attributes:
+        layout: of the pages that it reads, for `kv_update` to write.
+    """
 
     schedule: Callable[..., Any]
     paged_attention: Callable[..., Any]
+    layout: Layout = "rows"
 
 
 def _kernel(name: str) -> Implementation:
@@ -44,7 +50,7 @@ def _kernel(name: str) -> Implementation:
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.schedule, reference.paged_attention),
-    "xla": Implementation(xla.schedule, xla.paged_attention),
+    "xla": Implementation(xla.schedule, xla.paged_attention, layout="columns"),
     "tpu": _kernel("tpu"),
     "gpu": _kernel("gpu"),
 }
@@ -105,7 +111,7 @@ def paged_attention(
 
     Args:
         queries: rotated queries; query head `n` reads KV head `n // (N // K)`.
-        pages: one layer's pool, K in the first `D` of the last axis and V in the rest.
+        pages: one layer's pool, in the layout of `impl`.
         work: what `schedule` made of the step's rows for the same `impl`.
         scale: multiplies the scores.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` before they are masked.

@@ -1,32 +1,36 @@
 """`paged_attention` in plain XLA, fast on CPU: the work follows the real lengths, not the padded table.
 
-Decodes: every (row, block of `DECODE_BLOCK` positions) that exists is one item of a flat list. A loop of as many turns as
-the list is long takes some items a turn, gathers their pages and folds their partial softmax into the rows' running
-maximum, sum and output (the online softmax of Milakov and Gimelshein, 2018; split over the KV length as in
-flash-decoding). Rows of any length mix without padding each other.
+Decodes, in two loops over the rows sorted by length, both of which fold partial softmaxes into the rows' running maximum,
+sum and output (the online softmax of Milakov and Gimelshein, 2018; split over the KV length as in flash-decoding). A turn
+of the first takes the same block of `BLOCK` positions of many rows, while at least half of a turn's rows have one; a turn
+of the second takes `BLOCKS_PER_TURN` blocks of one row, for what is left of the longest. Rows of any length mix, and
+neither loop wastes more than it does. The state of a turn's rows is a slice, not a gather.
 
 Chunks: a loop over tiles of `CHUNK_TILE` queries of one row, and inside it a loop over the row's blocks of
 `CHUNK_BLOCK` positions up to the tile's last position.
 
-Measured on 2 AVX512 cores: a gather of pages into the L2 cache followed by small batched products beats fused
-multiply-and-reduce loops over the pool by two to three times; scores against the whole 2*D row, with zeros where V lies,
-beat slicing K out of the row.
+Measured on 2 AVX512 cores: a gather of pages into the cache followed by small batched products beats fused
+multiply-and-reduce loops over the pool by two to three times; pages of a whole block, which need no transposition on the
+way, beat smaller ones by two times; pages in "columns" beat pages in "rows" by 1.5 times.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-DECODE_BLOCK = 64
+from pallas_kernels.page_layout import keys_by_column, values_by_row
+
+# Positions of a decode's block.
+BLOCK = 64
+# Rows of a turn of decode's first loop, at most, and blocks of a turn of its second.
+ROWS_PER_TURN = 16
+BLOCKS_PER_TURN = 8
 CHUNK_TILE = 128
-# Rows up to which decode's products run one query head at a time.
-FEW_ROWS = 2
-# Items of a decode turn: as many as rows, but no fewer than the first and no more than the second.
-ITEMS_PER_TURN = (16, 64)
-ITEMS_PER_TURN_OF_FEW = 4
 CHUNK_BLOCK = 128
 # Stands for minus infinity where a difference of two of them must not be NaN.
 MASKED = -1e30
@@ -34,23 +38,26 @@ MASKED = -1e30
 
 @struct.dataclass
 class DecodeWork:
-    """The flat list of items, padded to whole turns.
+    """Rows by falling length, padded with rows of length 0 to whole turns: `n` of them.
 
     Attributes:
-        num_items: how many are real.
-        row: each item's row; `S` past the end.
-        visible: positions of the block that the row may see: those before this one ...
-        hidden: ... less these first ones, which a window hides; absent without a window.
-        page_ids: pages of the block, the row's first in place of those past its length.
+        order: the row that comes there.
+        place: where each row went.
+        visible: positions that each may see, counted from the start of the first block with one.
+        hidden: the first of these that a window hides after all; absent without a window.
+        page_ids: of the blocks from that first one on; past a row's end, a page that someone owns.
+        active: rows that have a block of that number; the last entry is 0.
+        num_levels: blocks that the first loop takes of each row; the second takes the rest.
     """
 
-    num_items: Int[Array, ""]
-    row: Int[Array, " I"]
-    visible: Int[Array, " I"]
-    hidden: Int[Array, " I"] | None
-    page_ids: Int[Array, "I pages_per_block"]
-    num_rows: int = struct.field(pytree_node=False)
-    items_per_turn: int = struct.field(pytree_node=False)
+    order: Int[Array, " n"]
+    place: Int[Array, " S"]
+    visible: Int[Array, " n"]
+    hidden: Int[Array, " n"] | None
+    page_ids: Int[Array, "n blocks pages_per_block"]
+    active: Int[Array, " blocks+1"]
+    num_levels: Int[Array, ""]
+    rows_per_turn: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -130,7 +137,7 @@ def paged_attention(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group)
     outputs = []
-    num_single = work.decode.num_rows if work.decode is not None else 0
+    num_single = work.decode.place.shape[0] if work.decode is not None else 0
     if work.decode is not None:
         outputs.append(_decode(grouped[:num_single], pages, work.decode, soft_cap, sinks))
     if work.chunks is not None:
@@ -147,14 +154,29 @@ def _blocked_table(table: Int[Array, "S W"], per_block: int) -> Int[Array, "S bl
     return jnp.pad(table, ((0, 0), (0, blocks * per_block - width)), mode="edge").reshape(num_rows, blocks, per_block)
 
 
-def _gather_blocks(pages: Num[Array, "P K B D2"], page_ids: Int[Array, "I pages_per_block"]) -> Float[Array, "I K block D2"]:
-    """The pages of each item side by side, in float32."""
-    num_items, per_block = page_ids.shape
+def _gather_keys(
+    pages: Num[Array, "P K B D2"], page_ids: Int[Array, "blocks pages_per_block"]
+) -> Float[Array, "blocks K D block"]:
+    """K of each block's pages side by side, in float32."""
+    num_blocks, per_block = page_ids.shape
     _, num_kv_heads, page_size, width = pages.shape
-    blocks = pages.at[page_ids].get(mode="promise_in_bounds").transpose(0, 2, 1, 3, 4)
-    blocks = blocks.reshape(num_items, num_kv_heads, per_block * page_size, width)
-    # Without the barrier XLA fuses the gather into both products' operands and gathers twice.
-    return lax.optimization_barrier(blocks).astype(jnp.float32)
+    keys = keys_by_column(pages).at[page_ids, 0].get(mode="promise_in_bounds").transpose(0, 2, 3, 1, 4)
+    # Without the barrier XLA fuses the gather into the product.
+    return lax.optimization_barrier(keys.reshape(num_blocks, num_kv_heads, width // 2, per_block * page_size)).astype(
+        jnp.float32
+    )
+
+
+def _gather_values(
+    pages: Num[Array, "P K B D2"], page_ids: Int[Array, "blocks pages_per_block"]
+) -> Float[Array, "blocks K block D"]:
+    """V of each block's pages one after another, in float32."""
+    num_blocks, per_block = page_ids.shape
+    _, num_kv_heads, page_size, width = pages.shape
+    values = values_by_row(pages).at[page_ids, 1].get(mode="promise_in_bounds").transpose(0, 2, 1, 3, 4)
+    return lax.optimization_barrier(values.reshape(num_blocks, num_kv_heads, per_block * page_size, width // 2)).astype(
+        jnp.float32
+    )
 
 
 def _capped(scores: Array, soft_cap: float | None) -> Array:
@@ -174,30 +196,37 @@ def _finished(
 
 def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_size: int, window: int | None) -> DecodeWork:
     num_rows = table.shape[0]
-    per_block = max(1, DECODE_BLOCK // page_size)
+    per_block = max(1, BLOCK // page_size)
     block = per_block * page_size
-    blocked = _blocked_table(table, per_block)
-    fewest, most = ITEMS_PER_TURN
-    per_turn = ITEMS_PER_TURN_OF_FEW if num_rows <= FEW_ROWS else min(max(num_rows, fewest), most)
-    max_items = -(-num_rows * blocked.shape[1] // per_turn) * per_turn
+    rows_per_turn = min(num_rows, ROWS_PER_TURN)
+    padded = jnp.pad(lengths, (0, -num_rows % rows_per_turn))
+    index = jnp.arange(padded.shape[0])
+    longer = (padded[None, :] > padded[:, None]) | ((padded[None, :] == padded[:, None]) & (index[None, :] < index[:, None]))
+    place = jnp.sum(longer, axis=1)
+    order = jnp.minimum(jnp.zeros_like(place).at[place].set(index), num_rows - 1)
+    by_length = jnp.zeros_like(padded).at[place].set(padded)
 
-    first_block = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // block
-    num_blocks = -(-lengths // block) - first_block
-    ends = jnp.cumsum(num_blocks)
-    item = jnp.arange(max_items)
-    row = jnp.sum(item[:, None] >= ends[None, :], axis=1)  # [I]; S past the end
-    last_row = jnp.max(jnp.where(lengths > 0, jnp.arange(num_rows), 0))
-    safe_row = jnp.where(row < num_rows, row, last_row)  # what fills up the last turn reads pages that someone owns
-    index = jnp.where(row < num_rows, item - (ends - num_blocks - first_block)[safe_row], 0)
+    blocked = _blocked_table(jnp.where(lengths[:, None] > 0, table, table[order[0], :1]), per_block)[order]
+    first = jnp.zeros_like(by_length) if window is None else jnp.maximum(by_length - window, 0) // block
+    visible = by_length - first * block
+    # Room for a slice past the end, which must not be moved to fit.
+    blocks = jnp.arange(blocked.shape[1] + BLOCKS_PER_TURN)
+    number = jnp.where(blocks * block < visible[:, None], first[:, None] + blocks, 0)
+    active = jnp.sum(visible[None, :] > blocks[:, None] * block, axis=1)
     return DecodeWork(
-        num_items=ends[-1],
-        row=row,
-        visible=jnp.where(row < num_rows, lengths[safe_row] - index * block, 0),
-        hidden=None if window is None else lengths[safe_row] - index * block - window,
-        page_ids=blocked[safe_row, index],
-        num_rows=num_rows,
-        items_per_turn=per_turn,
+        order=order,
+        place=place[:num_rows],
+        visible=visible,
+        hidden=None if window is None else visible - window,
+        page_ids=jnp.take_along_axis(blocked, number[:, :, None], axis=1, mode="promise_in_bounds"),
+        active=active,
+        num_levels=jnp.sum(2 * active >= rows_per_turn) if num_rows > 1 else jnp.int32(0),
+        rows_per_turn=rows_per_turn,
     )
+
+
+DecodeState = tuple[Float[Array, "n K G"], Float[Array, "n K G"], Float[Array, "n K G D"]]
+"""Each row's running maximum of scores, sum of weights and sum of weighted values."""
 
 
 def _decode(
@@ -207,79 +236,74 @@ def _decode(
     soft_cap: float | None,
     sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "S K G D"]:
-    """One query a row; rows of length 0 give zeros."""
-    num_rows, num_kv_heads, group, head_dim = queries.shape
-    few = num_rows <= FEW_ROWS
-    scores_of, mix, add_up = (_scores_by_head, _mix_by_head, _add_up_plainly) if few else (_scores, _mix, _add_up)
-    per_turn = work.items_per_turn
-    block = work.page_ids.shape[1] * pages.shape[2]
-    queries = jnp.pad(queries, ((0, 1), (0, 0), (0, 0), (0, head_dim)))  # zeros for row S and where V lies
-
-    def turn(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        item, best, total, out = carry
-        row = lax.dynamic_slice_in_dim(work.row, item, per_turn)
-        visible = lax.dynamic_slice_in_dim(work.visible, item, per_turn)
-        blocks = _gather_blocks(pages, lax.dynamic_slice_in_dim(work.page_ids, item, per_turn))  # [I, K, block, 2D]
-        picked = queries.at[row].get(mode="promise_in_bounds")
-        scores = _capped(scores_of(picked, blocks), soft_cap)
-        seen = jnp.arange(block)[None, :] < visible[:, None]  # [I, block]
-        if work.hidden is not None:
-            seen &= jnp.arange(block)[None, :] >= lax.dynamic_slice_in_dim(work.hidden, item, per_turn)[:, None]
-        scores = jnp.where(seen[:, None, None, :], scores, MASKED)
-
-        owns = jnp.arange(num_rows + 1)[:, None] == row[None, :]  # [S+1, I]
-        item_best = scores.max(axis=-1)  # [I, K, G]
-        new_best = jnp.maximum(best, jnp.max(jnp.where(owns[:, :, None, None], item_best[None], MASKED), axis=1))
-        # Against the row's own maximum, so that items of one row simply add up.
-        weights = jnp.exp(scores - new_best.at[row].get(mode="promise_in_bounds")[..., None])
-        values = mix(weights, blocks)[..., head_dim:]
-        share = owns.astype(jnp.float32)
-        shrink = jnp.exp(best - new_best)
-        total = total * shrink + add_up(share, weights.sum(axis=-1))
-        out = out * shrink[..., None] + add_up(share, values)
-        return item + per_turn, new_best, total, out
-
-    # Row S takes what items past the list's end give.
-    state = (num_rows + 1, num_kv_heads, group)
+    """One query a row; those of rows of length 0 give anything finite."""
+    queries = queries.at[work.order].get(mode="promise_in_bounds")
+    num_rows, *rest, head_dim = queries.shape
     start = (
-        jnp.int32(0),
-        jnp.full(state, MASKED, jnp.float32),
-        jnp.zeros(state, jnp.float32),
-        jnp.zeros((*state, head_dim), jnp.float32),
+        jnp.full((num_rows, *rest), MASKED, jnp.float32),
+        jnp.zeros((num_rows, *rest), jnp.float32),
+        jnp.zeros((num_rows, *rest, head_dim), jnp.float32),
     )
-    _, best, total, out = lax.while_loop(lambda carry: carry[0] < work.num_items, turn, start)
-    return _finished(best, total, out, sinks)[:num_rows]
+    turn = partial(_decode_turn, queries, pages, work, soft_cap)
+
+    def many_rows(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
+        level, row, state = carry
+        state = turn(state, row, level, work.rows_per_turn, 1)
+        row = row + work.rows_per_turn
+        more = row < work.active[level]
+        return jnp.where(more, level, level + 1), jnp.where(more, row, 0), state
+
+    def one_row(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
+        block, row, state = carry
+        state = turn(state, row, block, 1, BLOCKS_PER_TURN)
+        block = block + BLOCKS_PER_TURN
+        more = row < work.active[block]
+        return jnp.where(more, block, work.num_levels), jnp.where(more, row, row + 1), state
+
+    state = start
+    if num_rows > 1:
+        *_, state = lax.while_loop(lambda carry: carry[0] < work.num_levels, many_rows, (jnp.int32(0), jnp.int32(0), state))
+    num_left = work.active[work.num_levels]
+    *_, state = lax.while_loop(lambda carry: carry[1] < num_left, one_row, (work.num_levels, jnp.int32(0), state))
+    return _finished(*state, sinks).at[work.place].get(mode="promise_in_bounds")
 
 
-def _scores(queries: Float[Array, "I K G D2"], blocks: Float[Array, "I K block D2"]) -> Float[Array, "I K G block"]:
-    return jnp.einsum("ikgd,ikcd->ikgc", queries, blocks, precision="highest")
+def _decode_turn(
+    queries: Float[Array, "n K G D"],
+    pages: Num[Array, "P K B D2"],
+    work: DecodeWork,
+    soft_cap: float | None,
+    state: DecodeState,
+    row: Int[Array, ""],
+    block: Int[Array, ""],
+    rows: int,
+    blocks: int,
+) -> DecodeState:
+    """Fold `blocks` blocks from `block` on into the state of `rows` rows from `row` on."""
+    size = work.page_ids.shape[2] * pages.shape[2]
+    num_kv_heads, group, head_dim = queries.shape[1:]
+    mine = partial(lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
+    page_ids = lax.dynamic_slice(work.page_ids, (row, block, 0), (rows, blocks, work.page_ids.shape[2]))
+    page_ids = page_ids.reshape(rows * blocks, -1)
+    keys = _gather_keys(pages, page_ids).reshape(rows, blocks, num_kv_heads, head_dim, size)
+    values = _gather_values(pages, page_ids).reshape(rows, blocks, num_kv_heads, size, head_dim)
+    repeated = jnp.broadcast_to(mine(queries)[:, None], (rows, blocks, num_kv_heads, group, head_dim))
+    scores = _capped(jnp.einsum("ibkgd,ibkdc->ibkgc", repeated, keys, precision="highest"), soft_cap)
+    position = (block + jnp.arange(blocks)[:, None]) * size + jnp.arange(size)
+    seen = position < mine(work.visible)[:, None, None]
+    if work.hidden is not None:
+        seen &= position >= mine(work.hidden)[:, None, None]
+    scores = jnp.where(seen[:, :, None, None, :], scores, MASKED)
 
-
-def _mix(weights: Float[Array, "I K G block"], blocks: Float[Array, "I K block D2"]) -> Float[Array, "I K G D2"]:
-    return jnp.einsum("ikgc,ikcd->ikgd", weights, blocks, precision="highest")
-
-
-def _add_up(share: Float[Array, "S I"], of_items: Float[Array, "I *rest"]) -> Float[Array, "S *rest"]:
-    return jnp.tensordot(share, of_items, 1, precision="highest")
-
-
-# For few rows the products are so small that waking a second thread for them costs more than they do. One head at a time
-# they are matrix-vector products, which XLA compiles into one loop on the spot with everything else of the turn.
-
-
-def _scores_by_head(queries: Float[Array, "I K G D2"], blocks: Float[Array, "I K block D2"]) -> Float[Array, "I K G block"]:
-    heads = range(queries.shape[2])
-    return jnp.stack([jnp.einsum("ikd,ikcd->ikc", queries[:, :, g], blocks, precision="highest") for g in heads], axis=2)
-
-
-def _mix_by_head(weights: Float[Array, "I K G block"], blocks: Float[Array, "I K block D2"]) -> Float[Array, "I K G D2"]:
-    heads = range(weights.shape[2])
-    return jnp.stack([jnp.einsum("ikc,ikcd->ikd", weights[:, :, g], blocks, precision="highest") for g in heads], axis=2)
-
-
-def _add_up_plainly(share: Float[Array, "S I"], of_items: Float[Array, "I *rest"]) -> Float[Array, "S *rest"]:
-    share = share.reshape(*share.shape, *[1] * (of_items.ndim - 1))
-    return sum((share[:, i] * of_items[i] for i in range(1, of_items.shape[0])), share[:, 0] * of_items[0])
+    best, total, out = (mine(part) for part in state)
+    new_best = jnp.maximum(best, scores.max(axis=(1, 4)))
+    weights = jnp.exp(scores - new_best[:, None, :, :, None])
+    shrink = jnp.exp(best - new_best)
+    total = total * shrink + weights.sum(axis=(1, 4))
+    mixed = jnp.einsum("ibkgc,ibkcd->ibkgd", weights, values, precision="highest").sum(axis=1)
+    out = out * shrink[..., None] + mixed
+    put = partial(lax.dynamic_update_slice_in_dim, start_index=row, axis=0)
+    return put(state[0], new_best), put(state[1], total), put(state[2], out)
 
 
 def _schedule_chunks(
@@ -334,8 +358,9 @@ def _chunks(
 
         def one_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             best, total, acc = carry
-            kv = _gather_blocks(pages, work.page_ids[row, number][None])[0]  # [K, block, 2D]
-            scores = jnp.einsum("kqd,kcd->kqc", tile_queries, kv[..., :head_dim], precision="highest")
+            page_ids = work.page_ids[row, number][None]
+            keys, values = _gather_keys(pages, page_ids)[0], _gather_values(pages, page_ids)[0]
+            scores = jnp.einsum("kqd,kdc->kqc", tile_queries, keys, precision="highest")
             key_positions = number * block + jnp.arange(block)[None, :]
             visible = key_positions <= positions[:, None]
             if work.window is not None:
@@ -345,7 +370,7 @@ def _chunks(
             weights = jnp.exp(scores - new_best[..., None])
             shrink = jnp.exp(best - new_best)
             total = total * shrink + weights.sum(axis=-1)
-            acc = acc * shrink[..., None] + jnp.einsum("kqc,kcd->kqd", weights, kv[..., head_dim:], precision="highest")
+            acc = acc * shrink[..., None] + jnp.einsum("kqc,kcd->kqd", weights, values, precision="highest")
             return new_best, total, acc
 
         state = (num_kv_heads, group * tile)

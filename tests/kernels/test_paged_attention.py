@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import paged_attention, schedule, xla
+from pallas_kernels.page_layout import from_rows
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, schedule, xla
 from pallas_kernels.paged_attention.cases import CASES, Case, Inputs, make_inputs, owned_pages, real_tokens
 from tests.cached import CACHED
 
@@ -43,7 +44,7 @@ def plan(inputs: Inputs, impl: str) -> Any:
 def _attend(inputs: Inputs, impl: str) -> jax.Array:
     return paged_attention(
         inputs.queries,
-        inputs.pages,
+        from_rows(inputs.pages, IMPLEMENTATIONS[impl].layout),
         plan(inputs, impl),
         scale=inputs.queries.shape[-1] ** -0.5,
         soft_cap=inputs.soft_cap,
@@ -197,33 +198,55 @@ def test_xla_agrees_on_any_rows(layout: str, rows: tuple[tuple[int, ...], tuple[
 # --- the work follows the real lengths --------------------------------------------------------------------------------
 
 
-def pages_gathered(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many pages the loops of `xla` read, counted as they run."""
+def positions_gathered(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many positions of K the loops of `xla` read, counted as they run."""
     gathered = []
-    gather = xla._gather_blocks
+    gather = xla._gather_keys
 
     def counting(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
         jax.debug.callback(lambda: gathered.append(page_ids.size))
         return gather(pages, page_ids)
 
-    monkeypatch.setattr(xla, "_gather_blocks", counting)
+    monkeypatch.setattr(xla, "_gather_keys", counting)
     inputs = make_inputs(case)
     attended = jax.jit(lambda: paged_attention(inputs.queries, inputs.pages, plan(inputs, "xla"), scale=1.0, impl="xla"))()
     attended.block_until_ready()
     jax.effects_barrier()
-    return sum(gathered)
+    return sum(gathered) * case.page_size
 
 
 @pytest.mark.parametrize(
-    "lengths", [(1, 1, 1, 1), (64, 65, 0, 1), (1000, 0, 0, 3), (700, 800, 900, 1024), (0, 0, 0, 0)], ids=str
+    ("lengths", "blocks"),
+    [
+        ((1, 1, 1, 1), 4),
+        # A block of every row, and eight of the one with a second.
+        ((64, 65, 0, 1), 4 + 8),
+        ((1000, 0, 0, 3), 4 + 16),
+        # Fifteen of every row, since two rows have as many, and eight of the one with a sixteenth.
+        ((700, 800, 900, 1024), 15 * 4 + 8),
+        ((1024,), 16),
+        ((0, 0, 0, 0), 0),
+    ],
+    ids=str,
 )
-def test_decodes_read_what_is_there(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_read_what_is_there(lengths: tuple[int, ...], blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(name="", num_heads=2, num_kv_heads=1, head_dim=8, page_size=16, singles=lengths, table_width=64, num_pages=260)
-    needed = sum(-(-length // xla.DECODE_BLOCK) for length in lengths)
-    decode = plan(make_inputs(case), "xla").decode
-    assert decode.num_items == needed
-    turns = -(-needed // decode.items_per_turn)
-    assert pages_gathered(case, monkeypatch) == turns * decode.items_per_turn * xla.DECODE_BLOCK // case.page_size
+    assert positions_gathered(case, monkeypatch) == blocks * xla.BLOCK
+
+
+_schedule_forty = jax.jit(partial(xla.schedule, num_tokens=40, num_single=40, page_size=16))
+
+
+@given(lengths=st.lists(st.integers(0, 1024) | st.sampled_from([0, 40, 1024]), min_size=40, max_size=40))
+def test_decodes_never_read_much_more_than_is_there(lengths: list[int]) -> None:
+    """The first loop at most twice what there is; and it leaves the second no block that half a turn's rows have."""
+    work = _schedule_forty(jnp.zeros((40, 64), jnp.int32), jnp.arange(41), jnp.array(lengths)).decode
+    needed = [-(-length // xla.BLOCK) for length in lengths]
+    levels, active = int(work.num_levels), np.asarray(work.active)
+    assert active.tolist() == [sum(blocks > level for blocks in needed) for level in range(active.size)]
+    taken = -(-active[:levels] // work.rows_per_turn) * work.rows_per_turn
+    assert sum(taken) <= 2 * sum(min(blocks, levels) for blocks in needed)
+    assert 2 * active[levels] < work.rows_per_turn
 
 
 @pytest.mark.parametrize(
@@ -239,7 +262,7 @@ def test_chunks_read_what_is_there(chunks: tuple[tuple[int, int], ...], monkeypa
     # Each tile sees up to its own last position and no further.
     tiles = [min(length - count + end, length) for count, length in chunks for end in range(tile, count + tile, tile)]
     assert plan(make_inputs(case), "xla").chunks.num_tiles == len(tiles)
-    assert pages_gathered(case, monkeypatch) == sum(-(-last // block) for last in tiles) * block // case.page_size
+    assert positions_gathered(case, monkeypatch) == sum(-(-last // block) for last in tiles) * block
 
 
 def test_what_a_window_hides_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +270,8 @@ def test_what_a_window_hides_is_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
         name="", num_heads=2, num_kv_heads=1, head_dim=8, page_size=16, singles=(1000,), chunks=((100, 1000),),
         table_width=64, num_pages=260, window=64,
     )  # fmt: skip
-    work = plan(make_inputs(case), "xla")
-    assert work.decode.num_items == 2
-    singles, chunk_block = -(-2 // work.decode.items_per_turn) * work.decode.items_per_turn * xla.DECODE_BLOCK, xla.CHUNK_BLOCK
+    assert plan(make_inputs(case), "xla").decode.active[:3].tolist() == [1, 1, 0]
+    singles, chunk_block = xla.BLOCKS_PER_TURN * xla.BLOCK, xla.CHUNK_BLOCK
     # The chunk's first token is at 900 and sees from 837 on.
     chunks = (-(-1000 // chunk_block) - 837 // chunk_block) * chunk_block
-    assert pages_gathered(case, monkeypatch) == (singles + chunks) // case.page_size
+    assert positions_gathered(case, monkeypatch) == singles + chunks
