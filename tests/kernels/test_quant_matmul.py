@@ -68,7 +68,7 @@ def test_implementation_computes_the_product(impl: str, case: Case) -> None:
     group=st.sampled_from([32, 64, 128, None]),
     num_groups=st.integers(1, 4),
     num_out=st.integers(1, 12),
-    num_tokens=st.integers(1, 10),
+    num_tokens=st.integers(1, 20),
     offsets=st.booleans(),
     quantised=st.booleans(),
 )
