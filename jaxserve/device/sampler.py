@@ -3,16 +3,13 @@
 Rows that are all greedy and ask nothing else cost one argmax; the rest is behind a branch that is taken when a row needs
 it. Logits are `[vocabulary, rows]`, as the model's last product leaves them.
 
-What the filters keep, in order: `min_p` keeps tokens whose probability is at least that fraction of the most likely one's;
-`top_k` the k most likely; `top_p` the most likely of those whose renormalised probabilities first sum to p. Tokens as
-likely as the last one kept are kept too. The draw is the inverse of the running sum at the row's uniform number, which the
-host makes of seed and position (`pack.uniform`); so a sequence samples the same tokens in any batch.
+Filters and draw are `pallas_kernels.sample`. The row's uniform number the host makes of seed and position (`pack.uniform`);
+so a sequence samples the same tokens in any batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.device.pack import SampleRows
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from pallas_kernels import sample as kernel
 
-_CDF_BLOCK = 256
 _ARGMAX_BLOCK = 128
 
 
@@ -130,80 +127,17 @@ def adjust(logits: Float[Array, "R V"], rows: SampleRows, state: SlotState) -> F
     return logits.at[row, forbidden].set(-jnp.inf, mode="drop")
 
 
-def draw(logits: Float[Array, "R V"], rows: SampleRows) -> Int[Array, " R"]:
+def draw(logits: Float[Array, "R V"], rows: SampleRows, impl: str = "xla") -> Int[Array, " R"]:
     """Sample from the filtered distribution at each row's temperature (rows at 0 give something meaningless)."""
-    temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature[:, None]
-    weights = jnp.exp(scaled)  # the most likely token weighs 1
-    weights = jnp.where(weights >= rows.min_p[:, None], weights, 0.0)
-    filtered = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
-    weights = lax.cond(filtered, lambda w: keep_top_p(keep_top_k(w, rows.top_k), rows.top_p), lambda w: w, weights)
-    return _inverse_cdf(weights, rows.uniform)
-
-
-def keep_top_k(weights: Float[Array, "R V"], top_k: Int[Array, " R"]) -> Float[Array, "R V"]:
-    """Zero all but the k largest weights (0 keeps all); those equal to the k-th largest stay."""
-
-    def enough(threshold: Float[Array, " R"]) -> Bool[Array, " R"]:
-        return jnp.sum(weights >= threshold[:, None], axis=-1) >= top_k
-
-    kept = weights >= _largest_threshold(enough, len(weights))[:, None]
-    return jnp.where((top_k == 0)[:, None] | kept, weights, 0.0)
-
-
-def keep_top_p(weights: Float[Array, "R V"], top_p: Float[Array, " R"]) -> Float[Array, "R V"]:
-    """Zero all but the largest weights that together reach `top_p` of the sum; those equal to the smallest of them stay."""
-    goal = top_p * weights.sum(axis=-1)
-
-    def enough(threshold: Float[Array, " R"]) -> Bool[Array, " R"]:
-        return jnp.sum(jnp.where(weights >= threshold[:, None], weights, 0.0), axis=-1) >= goal
-
-    kept = weights >= _largest_threshold(enough, len(weights))[:, None]
-    return jnp.where((top_p >= 1)[:, None] | kept, weights, 0.0)
-
-
-def _largest_threshold(enough: Callable[[Array], Array], num_rows: int) -> Float[Array, " R"]:
-    """The largest float in [0, 1] that is `enough` for each row, by bisection over the bits of non-negative floats,
-    which are ordered like the floats. `enough` is monotone, and true at 0. No sort of the vocabulary."""
-    one = jnp.int32(0x3F800000)
-
-    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds  # enough at low; not enough past high
-        middle = low + (high - low + 1) // 2
-        good = enough(lax.bitcast_convert_type(middle, jnp.float32))
-        return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
-
-    low, _ = lax.fori_loop(0, 31, halve, (jnp.zeros((num_rows,), jnp.int32), jnp.full((num_rows,), one)))
-    return lax.bitcast_convert_type(low, jnp.float32)
-
-
-def _inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, " R"]) -> Int[Array, " R"]:
-    """The token where the running sum of weights passes `uniform` of the whole: first the block of 256, then within it, so
-    that the sums stay short. Never a token of weight 0."""
-    num_rows, vocab = weights.shape
-    blocks = -(-vocab // _CDF_BLOCK)
-    weights = jnp.pad(weights, ((0, 0), (0, blocks * _CDF_BLOCK - vocab))).reshape(num_rows, blocks, _CDF_BLOCK)
-    sums = weights.sum(axis=-1)
-    running = _running_sum(sums)
-    target = uniform * running[:, -1]
-    block = _first_past(running, target, sums)
-    row = jnp.arange(num_rows)
-    before = jnp.where(block > 0, running[row, block - 1], 0.0)
-    inside = weights[row, block]
-    return block * _CDF_BLOCK + _first_past(_running_sum(inside), target - before, inside)
-
-
-def _running_sum(x: Float[Array, "R n"]) -> Float[Array, "R n"]:
-    """Cumulative sum as a product with a triangle: short to compile everywhere, and no slower at these sizes."""
-    size = x.shape[1]
-    triangle = (jnp.arange(size)[:, None] <= jnp.arange(size)[None, :]).astype(x.dtype)
-    return jnp.matmul(x, triangle, precision="highest")
-
-
-def _first_past(running: Float[Array, "R n"], target: Float[Array, " R"], weights: Float[Array, "R n"]) -> Int[Array, " R"]:
-    """First index where `running` exceeds `target`; the heaviest where rounding leaves none."""
-    past = (running > target[:, None]) & (weights > 0)
-    return jnp.where(past.any(axis=-1), jnp.argmax(past, axis=-1), jnp.argmax(weights, axis=-1)).astype(jnp.int32)
+    return kernel.draw(
+        logits,
+        temperature=jnp.where(rows.temperature > 0, rows.temperature, 1.0),
+        min_p=rows.min_p,
+        top_k=rows.top_k,
+        top_p=rows.top_p,
+        uniform=rows.uniform,
+        impl=impl,
+    )
 
 
 def _logprobs(

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, softmax
 
 from jaxserve.device.pack import MAX_FORBIDDEN, SampleRows
-from jaxserve.device.sampler import Sampled, SlotState, adjust, draw, first_argmax, keep_top_k, keep_top_p, sample
+from jaxserve.device.sampler import Sampled, SlotState, adjust, draw, first_argmax, sample
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from pallas_kernels.sample.xla import keep_top_k, keep_top_p
 from tests.cached import CACHED
 
 pytestmark = CACHED

@@ -54,7 +54,15 @@ def in_float64(x: Any, weights: QuantWeights) -> np.ndarray:
     return matrix @ np.asarray(x, np.float64)
 
 
-@pytest.mark.parametrize("case", CASES + ODD_CASES, ids=lambda case: case.name)
+QUICK = {"w8_float32_256x512x1", "w8_int8_256x512x17", "w4_g32_offsets_bfloat16_256x512x33", "w4_g64_float32_101x192x2"}
+"""One of each path through `xla.py`."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case.name in QUICK else pytest.mark.slow) for case in CASES + ODD_CASES],
+    ids=lambda case: case.name,
+)
 @pytest.mark.parametrize("impl", ["reference", "xla"])
 def test_implementation_computes_the_product(impl: str, case: Case) -> None:
     x, weights = make_inputs(case)
@@ -63,6 +71,7 @@ def test_implementation_computes_the_product(impl: str, case: Case) -> None:
     np.testing.assert_allclose(np.asarray(out, np.float32), in_float64(x, weights), rtol=0, atol=TOLERANCE[case.activations])
 
 
+@pytest.mark.slow
 @given(
     bits=st.sampled_from([4, 8]),
     group=st.sampled_from([32, 64, 128, None]),

@@ -1,0 +1,63 @@
+"""Draws from filtered distributions: temperature, min-p, top-k and top-p over a large vocabulary.
+
+Owns the signature and the choice of implementation; the definition is `reference.py`. Knows no requests, seeds or
+penalties: a row brings its logits, its four settings and a uniform number.
+
+What the filters keep, in order: `min_p` keeps tokens whose probability is at least that fraction of the most likely one's;
+`top_k` the k most likely; `top_p` the most likely of those whose renormalised probabilities first sum to p. Tokens as
+likely as the last one kept are kept too. The draw is the inverse of the running sum, in the vocabulary's order, at the
+row's uniform number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.sample import reference, xla
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """A module that is imported when first used: a kernel's needs are not everybody's."""
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        return import_module(f"{__name__}.{name}").draw(*args, **kwargs)
+
+    return late
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"reference": reference.draw, "xla": xla.draw, "tpu": _kernel("tpu")}
+"""By name. An experiment adds its own in one line; "reference" is the definition, "xla" serves CPU and GPU, where there is no
+kernel: the logits stay in the caches that it passes over."""
+
+
+def draw(
+    logits: Float[Array, "R V"],
+    *,
+    temperature: Float[Array, " R"],
+    min_p: Float[Array, " R"],
+    top_k: Int[Array, " R"],
+    top_p: Float[Array, " R"],
+    uniform: Float[Array, " R"],
+    impl: str,
+) -> Int[Array, " R"]:
+    """Draw one token a row.
+
+    Args:
+        logits: float32; minus infinity for tokens that must not be drawn, but not for all of a row.
+        temperature: above 0.
+        min_p: 0 keeps all.
+        top_k: 0 keeps all.
+        top_p: above 0; 1 or more keeps all.
+        uniform: in [0, 1).
+        impl: a key of `IMPLEMENTATIONS`.
+
+    Raises:
+        ValueError: there is no such `impl`.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"sample has no implementation {impl!r}; there are {', '.join(IMPLEMENTATIONS)} (xla runs anywhere)")
+    return IMPLEMENTATIONS[impl](logits, temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p, uniform=uniform)
