@@ -58,18 +58,25 @@ IMPLEMENTATIONS = {
     "reference": Implementation(reference.lay_out, reference.quant_matmul),
     "xla": Implementation(xla.lay_out, xla.quant_matmul),
     "tpu": _kernel("tpu"),
-    "gpu": _kernel("gpu"),
 }
 """By name. An experiment adds its own in one line; "reference" is the definition, "xla" the fast path without a kernel."""
 
 
-def lay_out(weights: QuantWeights, *, impl: str) -> Any:
+def _implementation(impl: str) -> Implementation:
+    if impl not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"quant_matmul has no implementation {impl!r}; there are {known} (xla runs anywhere)")
+    return IMPLEMENTATIONS[impl]
+
+
+def lay_out(weights: QuantWeights, *, impl: str, **options: int) -> Any:
     """Move the weights to where `quant_matmul` of the same `impl` wants them.
 
     Where weights are split over devices, each device lays out its own part; a part holds whole groups.
 
     Args:
         impl: a key of `IMPLEMENTATIONS`.
+        options: sizes that the implementation may be tuned by; its module lists them, and `bench.kernels` tries them.
 
     Returns:
         A pytree that only the same `impl` reads.
@@ -77,7 +84,7 @@ def lay_out(weights: QuantWeights, *, impl: str) -> Any:
     Raises:
         ValueError: no such quantisation, or `impl` does not support it.
     """
-    return IMPLEMENTATIONS[impl].lay_out(weights)
+    return _implementation(impl).lay_out(weights, **options)
 
 
 def quant_matmul(x: Float[Array, "in T"] | QuantActivations, weights: Any, *, impl: str) -> Float[Array, "out T"]:
@@ -90,4 +97,4 @@ def quant_matmul(x: Float[Array, "in T"] | QuantActivations, weights: Any, *, im
     Returns:
         The product in the dtype of `x`, or what `x` was before it was quantised.
     """
-    return IMPLEMENTATIONS[impl].quant_matmul(x, weights)
+    return _implementation(impl).quant_matmul(x, weights)

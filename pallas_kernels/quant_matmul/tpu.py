@@ -66,9 +66,9 @@ class Laid:
     tiles: Tiles = struct.field(pytree_node=False)
 
 
-def lay_out(weights: QuantWeights, tiles: Tiles = Tiles()) -> Laid:
-    """See `pallas_kernels.quant_matmul.lay_out`."""
-    form = form_of(weights)
+def lay_out(weights: QuantWeights, **options: int) -> Laid:
+    """See `pallas_kernels.quant_matmul.lay_out`; options are those of `Tiles`."""
+    form, tiles = form_of(weights), Tiles(**options)
     stretch = _stretch(form)
     padding = -form.num_in % stretch
     values = jnp.pad(weights.values, ((0, 0), (0, padding)))

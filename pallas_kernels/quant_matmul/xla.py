@@ -13,6 +13,7 @@ more than never having quantised. Two ways around it:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 from flax import struct
@@ -22,15 +23,26 @@ from jaxtyping import Array, Float, Int8
 from pallas_kernels.quant_matmul.packing import high_half, low_half, pack_int4
 from pallas_kernels.quant_matmul.weights import Form, QuantActivations, QuantWeights, form_of
 
-FEW_TOKENS = 4
-SOME_TOKENS = 8
 REMAINDER_STEPS = 254.0
 """Steps of the next integer in one of the last: what rounding leaves, -1/2 to 1/2, becomes -127 to 127."""
 LANES = 16
-TERMS = 64
-"""Most terms of one elementwise loop; longer rows leave several partial sums. Compile time grows with it."""
-TILE_WEIGHTS = 1 << 20
-"""Weights of a tile: what it takes dequantised is to stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Where the ways part, and how much each takes at once.
+
+    Attributes:
+        few_tokens: up to so many go by lanes.
+        some_tokens: up to so many go by thirds where they can.
+        terms: most terms of one elementwise loop; longer rows leave several partial sums. Compile time grows with it.
+        tile_weights: weights of a tile; what it takes dequantised is to stay in the cache.
+    """
+
+    few_tokens: int = 4
+    some_tokens: int = 8
+    terms: int = 64
+    tile_weights: int = 1 << 20
 
 
 @struct.dataclass
@@ -41,14 +53,15 @@ class Laid:
     scales: Float[Array, "out G"]
     offsets: Float[Array, "out G"] | None
     form: Form = struct.field(pytree_node=False)
+    tuning: Tuning = struct.field(pytree_node=False)
 
 
-def lay_out(weights: QuantWeights) -> Laid:
-    """See `pallas_kernels.quant_matmul.lay_out`."""
+def lay_out(weights: QuantWeights, **options: int) -> Laid:
+    """See `pallas_kernels.quant_matmul.lay_out`; options are those of `Tuning`."""
     form = form_of(weights)
     values = weights.values if form.bits == 8 else pack_int4(weights.values, form.group)
     offsets = None if weights.offsets is None else weights.offsets.astype(jnp.float32)
-    return Laid(values=values, scales=weights.scales.astype(jnp.float32), offsets=offsets, form=form)
+    return Laid(values=values, scales=weights.scales.astype(jnp.float32), offsets=offsets, form=form, tuning=Tuning(**options))
 
 
 def quant_matmul(x: Float[Array, "in T"] | QuantActivations, weights: Laid) -> Float[Array, "out T"]:
@@ -57,11 +70,11 @@ def quant_matmul(x: Float[Array, "in T"] | QuantActivations, weights: Laid) -> F
     values = x.values if isinstance(x, QuantActivations) else x
     # For a scale a row, the scale waits until the sums are there.
     by_row = form.num_groups == 1
-    if values.shape[1] <= FEW_TOKENS and _fits_lanes(form):
+    if values.shape[1] <= weights.tuning.few_tokens and _fits_lanes(form):
         out = _by_lanes(values.astype(jnp.float32), weights)
     elif isinstance(x, QuantActivations) and by_row and form.bits == 8:
         out = _by_integer_tiles(values, weights)
-    elif values.shape[1] <= SOME_TOKENS and by_row and form.bits == 8:
+    elif values.shape[1] <= weights.tuning.some_tokens and by_row and form.bits == 8:
         out = _by_thirds(values.astype(jnp.float32), weights)
     else:
         out = _by_tiles(values.astype(jnp.float32), weights)
@@ -90,7 +103,7 @@ def _by_lanes(x: Float[Array, "in T"], weights: Laid) -> Float[Array, "out T"]:
     # Whole groups a loop where groups have scales.
     unit = 1 if form.num_groups == 1 else terms_of_group
     num_terms = num_bytes // LANES
-    terms = max(n for n in range(unit, max(TERMS // halves, unit) + 1, unit) if num_terms % n == 0)
+    terms = max(n for n in range(unit, max(weights.tuning.terms // halves, unit) + 1, unit) if num_terms % n == 0)
     chunks = num_terms // terms
     bytes_of = weights.values.reshape(num_out, 1, chunks, terms, LANES)
     scales = weights.scales.reshape(num_out, 1, -1, terms // unit if form.num_groups > 1 else 1, 1)
@@ -165,7 +178,7 @@ def _by_thirds(x: Float[Array, "in T"], weights: Laid) -> Float[Array, "out T"]:
 def _each_tile(product: Callable[[Array, Array], Array], weights: Laid, num_tokens: int) -> Float[Array, "out T"]:
     """`product` of each tile of rows; the last tile overlaps the one before."""
     num_out = weights.form.num_out
-    rows = min(num_out, max(8, TILE_WEIGHTS // weights.form.num_in))
+    rows = min(num_out, max(8, weights.tuning.tile_weights // weights.form.num_in))
 
     def one_tile(index: Array, out: Array) -> Array:
         first = jnp.minimum(index * rows, num_out - rows)

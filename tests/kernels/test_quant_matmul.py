@@ -138,7 +138,7 @@ def test_packing_is_undone_by_unpacking(group: int) -> None:
     np.testing.assert_array_equal(high_half(wide)[:, : group // 2], values[:, group // 2 : group])
 
 
-@pytest.mark.parametrize("impl", sorted(set(IMPLEMENTATIONS) - {"tpu", "gpu"}))
+@pytest.mark.parametrize("impl", sorted(set(IMPLEMENTATIONS) - {"tpu"}))
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -154,3 +154,11 @@ def test_what_is_no_quantisation_is_refused(impl: str, changes: dict[str, Any], 
     fields: dict[str, Any] = {"values": np.zeros((4, 128), np.int8), "scales": np.ones((4, 1), np.float32), **changes}
     with pytest.raises(ValueError, match=message):
         lay_out(QuantWeights(**fields), impl=impl)
+
+
+def test_unknown_implementations_and_options_are_refused() -> None:
+    _, weights = make_inputs(CASES[0])
+    with pytest.raises(ValueError, match="no implementation 'gpu'; there are reference, xla, tpu"):
+        lay_out(weights, impl="gpu")
+    with pytest.raises(TypeError, match="lanes"):
+        lay_out(weights, impl="xla", lanes=8)

@@ -10,7 +10,6 @@ import pytest
 
 from pallas_kernels.quant_matmul import QuantWeights, lay_out, quant_matmul
 from pallas_kernels.quant_matmul.cases import CASES, ODD_CASES, Case, make_inputs
-from pallas_kernels.quant_matmul.tpu import Tiles
 from pallas_kernels.quant_matmul.tpu import lay_out as lay_out_tpu
 from tests.cached import CACHED
 from tests.kernels.ladder.interpret import DMA_MODES, run_interpreted
@@ -20,13 +19,12 @@ pytestmark = CACHED
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2}
 """Against outputs about standard normal: bfloat16 ones are rounded to 8 bits, and so are weights with a scale a group."""
 
-SMALL_TILES = Tiles(rows=64, tokens=128, chunk=128)
+SMALL_TILES = {"rows": 64, "tokens": 128, "chunk": 128}
 
 
-def multiplied(x: Any, weights: QuantWeights, dma_mode: str, tiles: Tiles | None = None) -> np.ndarray:
+def multiplied(x: Any, weights: QuantWeights, dma_mode: str, **tiles: int) -> np.ndarray:
     def run(x: Any, weights: QuantWeights) -> jax.Array:
-        laid = lay_out(weights, impl="tpu") if tiles is None else lay_out_tpu(weights, tiles)
-        return quant_matmul(x, laid, impl="tpu")
+        return quant_matmul(x, lay_out(weights, impl="tpu", **tiles), impl="tpu")
 
     out = run_interpreted(jax.jit(run), x, weights, dma_mode=dma_mode)
     assert out.dtype == x.dtype
@@ -67,7 +65,7 @@ def test_interpreted_it_computes_the_definition(case: Case) -> None:
 def test_several_tiles_each_way_and_ragged_ones(case: Case, dma_mode: str) -> None:
     x, weights = make_inputs(case)
     np.testing.assert_allclose(
-        multiplied(x, weights, dma_mode, SMALL_TILES), defined(x, weights), rtol=2**-7, atol=TOLERANCE[case.activations]
+        multiplied(x, weights, dma_mode, **SMALL_TILES), defined(x, weights), rtol=2**-7, atol=TOLERANCE[case.activations]
     )
 
 
