@@ -25,14 +25,15 @@ ONEDNN_DECODES = (8, 32)
 
 Options = dict[str, str | bool | int]
 
-_CPU: Options = {"xla_backend_optimization_level": 1}
-"""LLVM's level 1 compiles a fifth faster than the default, and the steps ran no slower."""
+_CPU: Options = {"xla_backend_optimization_level": 1, "xla_cpu_enable_fast_math": True}
+"""LLVM's level 1 compiles a fifth faster than the default, and the steps ran no slower. Fast math, of which XLA keeps NaN,
+infinities, division and functions exact unless told otherwise, lets LLVM reorder sums and so vectorise decode attention."""
 
 _ONEDNN: Options = {
     **_CPU,
     "xla_cpu_use_onednn": True,
     "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT",
-    "xla_cpu_experimental_ynn_fusion_type": "",
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
 }
 
 

@@ -92,7 +92,7 @@ class DeviceRunner:
         self._params = params
         self._mesh = mesh
         self._limits = limits
-        self._attention_impl = attention_impl
+        self.attention_impl = attention_impl
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._state = self._empty_state(dtype)
         self._buckets = enumerate_buckets(limits)
@@ -182,7 +182,7 @@ class DeviceRunner:
         return result
 
     def _compile(self, bucket: Bucket) -> Any:
-        return self._compile_step(make_step(self._config, self._limits, bucket, self._attention_impl), bucket)
+        return self._compile_step(make_step(self._config, self._limits, bucket, self.attention_impl), bucket)
 
     def _compile_step(self, step: Callable[..., Any], bucket: Bucket) -> Any:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)

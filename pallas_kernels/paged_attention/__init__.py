@@ -50,7 +50,7 @@ def _kernel(name: str) -> Implementation:
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.schedule, reference.paged_attention),
-    "xla": Implementation(xla.schedule, xla.paged_attention, layout="columns"),
+    "xla": Implementation(xla.schedule, xla.paged_attention, layout="halves"),
     "tpu": _kernel("tpu"),
     "gpu": _kernel("gpu"),
 }

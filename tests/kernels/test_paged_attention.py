@@ -198,32 +198,37 @@ def test_xla_agrees_on_any_rows(layout: str, rows: tuple[tuple[int, ...], tuple[
 # --- the work follows the real lengths --------------------------------------------------------------------------------
 
 
-def positions_gathered(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
+def positions_read(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many positions of K the loops of `xla` read, counted as they run."""
-    gathered = []
-    gather = xla._gather_keys
+    read: list[int] = []
+    turn, gather = xla._decode_turn, xla._gather_keys
 
-    def counting(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
-        jax.debug.callback(lambda: gathered.append(page_ids.size))
+    def counting_turn(*args: Any) -> Any:
+        jax.debug.callback(lambda: read.append(args[-1] * max(xla.BLOCK, case.page_size)))
+        return turn(*args)
+
+    def counting_gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: read.append(page_ids.size * case.page_size))
         return gather(pages, page_ids)
 
-    monkeypatch.setattr(xla, "_gather_keys", counting)
+    monkeypatch.setattr(xla, "_decode_turn", counting_turn)
+    monkeypatch.setattr(xla, "_gather_keys", counting_gather)
     inputs = make_inputs(case)
     attended = jax.jit(lambda: paged_attention(inputs.queries, inputs.pages, plan(inputs, "xla"), scale=1.0, impl="xla"))()
     attended.block_until_ready()
     jax.effects_barrier()
-    return sum(gathered) * case.page_size
+    return sum(read)
 
 
 @pytest.mark.parametrize(
     ("lengths", "blocks"),
     [
         ((1, 1, 1, 1), 4),
-        # A block of every row, and eight of the one with a second.
-        ((64, 65, 0, 1), 4 + 8),
-        ((1000, 0, 0, 3), 4 + 16),
-        # Fifteen of every row, since two rows have as many, and eight of the one with a sixteenth.
-        ((700, 800, 900, 1024), 15 * 4 + 8),
+        # A block of every row, and one more of the row with a second.
+        ((64, 65, 0, 1), 4 + 1),
+        ((1000, 0, 0, 3), 4 + 15),
+        # Fifteen of every row, since two rows have as many, and the sixteenth of the row with one.
+        ((700, 800, 900, 1024), 15 * 4 + 1),
         ((1024,), 16),
         ((0, 0, 0, 0), 0),
     ],
@@ -231,7 +236,7 @@ def positions_gathered(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
 )
 def test_decodes_read_what_is_there(lengths: tuple[int, ...], blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(name="", num_heads=2, num_kv_heads=1, head_dim=8, page_size=16, singles=lengths, table_width=64, num_pages=260)
-    assert positions_gathered(case, monkeypatch) == blocks * xla.BLOCK
+    assert positions_read(case, monkeypatch) == blocks * xla.BLOCK
 
 
 _schedule_forty = jax.jit(partial(xla.schedule, num_tokens=40, num_single=40, page_size=16))
@@ -262,7 +267,7 @@ def test_chunks_read_what_is_there(chunks: tuple[tuple[int, int], ...], monkeypa
     # Each tile sees up to its own last position and no further.
     tiles = [min(length - count + end, length) for count, length in chunks for end in range(tile, count + tile, tile)]
     assert plan(make_inputs(case), "xla").chunks.num_tiles == len(tiles)
-    assert positions_gathered(case, monkeypatch) == sum(-(-last // block) for last in tiles) * block
+    assert positions_read(case, monkeypatch) == sum(-(-last // block) for last in tiles) * block
 
 
 def test_what_a_window_hides_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +276,7 @@ def test_what_a_window_hides_is_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
         table_width=64, num_pages=260, window=64,
     )  # fmt: skip
     assert plan(make_inputs(case), "xla").decode.active[:3].tolist() == [1, 1, 0]
-    singles, chunk_block = xla.BLOCKS_PER_TURN * xla.BLOCK, xla.CHUNK_BLOCK
+    singles, chunk_block = 2 * xla.BLOCK, xla.CHUNK_BLOCK
     # The chunk's first token is at 900 and sees from 837 on.
     chunks = (-(-1000 // chunk_block) - 837 // chunk_block) * chunk_block
-    assert positions_gathered(case, monkeypatch) == singles + chunks
+    assert positions_read(case, monkeypatch) == singles + chunks
