@@ -18,10 +18,14 @@ help: ## list what there is to make
 	@.ci/venv demo,dev
 	@touch $@ .venv/.installed-demo
 
+.venv/.installed-aot: pyproject.toml .ci/venv
+	@.ci/venv demo,dev,aot
+	@touch $@ .venv/.installed-dev .venv/.installed-demo
+
 demo: .venv/.installed-demo ## install, then answer a few prompts with a small real model
 	$(BIN)/python -m jaxserve.offline --model $(MODEL) --demo
 
-test: .venv/.installed-dev ## install what is missing, then check format, lint, types and run every test
+test: .venv/.installed-aot ## install what is missing, then check format, lint, types and run every test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -1,0 +1,106 @@
+"""What the ladder compiles ahead of time: builders for `pallas_kernels.aot`, run in its subprocess."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.config import ModelConfig, RopeScaling
+from jaxserve.device.abstract import abstract_step
+from jaxserve.device.buckets import Bucket
+from jaxserve.models.sharding import TENSOR
+from jaxserve.plan import RunnerLimits
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
+from pallas_kernels.paged_attention.choose import pool_width
+
+Program = tuple[Any, tuple[Any, ...]]
+
+
+def attention(
+    devices: Sequence[Any],
+    *,
+    impl: str,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    num_tokens: int,
+    num_rows: int,
+    table_width: int = 512,
+    num_pages: int = 1024,
+    dtype: str = "bfloat16",
+    kv_dtype: str = "",
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: bool = False,
+) -> Program:
+    """`schedule` and `paged_attention` of one layer."""
+    mesh = Mesh(np.array(devices), (TENSOR,))
+    here = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def step(queries: Any, pages: Any, table: Any, offsets: Any, lengths: Any, sinks: Any, kv_scales: Any) -> Any:
+        chosen = IMPLEMENTATIONS[impl]
+        work = chosen.schedule(
+            table, offsets, lengths, num_tokens=num_tokens, num_single=0, page_size=page_size, window=window
+        )
+        return chosen.paged_attention(
+            queries, pages, work, scale=head_dim**-0.5, soft_cap=soft_cap, sinks=sinks, kv_scales=kv_scales
+        )
+
+    arguments = (
+        here((num_tokens, num_heads, head_dim), dtype),
+        here((num_pages, num_kv_heads, page_size, pool_width(impl, head_dim)), kv_dtype or dtype),
+        here((num_rows, table_width), jnp.int32),
+        here((num_rows + 1,), jnp.int32),
+        here((num_rows,), jnp.int32),
+        here((num_heads,), jnp.float32) if sinks else None,
+        here((num_kv_heads, 2), jnp.float32) if kv_dtype else None,
+    )
+    whole = PartitionSpec()
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)), arguments
+
+
+MODELS = {
+    "demo": ModelConfig(
+        family="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
+        num_kv_heads=3, head_dim=64, max_position=8192, rope_theta=100_000.0, tie_embeddings=True,
+    ),
+    "8b": ModelConfig(
+        family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32,
+        num_kv_heads=8, head_dim=128, max_position=131_072, rope_theta=500_000.0,
+        rope_scaling=RopeScaling(kind="llama3", factor=8.0),
+    ),
+}  # fmt: skip
+"""Shapes of SmolLM2 135M, the demo model, and of Llama 3.1 8B."""
+
+
+def engine_step(
+    devices: Sequence[Any],
+    *,
+    model: str,
+    impl: str,
+    num_pages: int,
+    page_size: int = 64,
+    max_seqs: int = 64,
+    chunk_tokens: int = 512,
+    max_context: int = 8192,
+) -> Program:
+    """The whole step of a model, with room for `max_seqs` decodes and, where there are any, `chunk_tokens` more."""
+    config = MODELS[model]
+    limits = RunnerLimits(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_seqs=max_seqs,
+        max_step_tokens=max(chunk_tokens, max_seqs),
+        max_context=max_context,
+        vocab_size=config.vocab_size,
+    )
+    bucket = Bucket(chunk_tokens, chunk_tokens // 16, max_seqs)
+    mesh = Mesh(np.array(devices), (TENSOR,))
+    return abstract_step(config, limits, bucket, mesh, np.dtype(jnp.bfloat16), impl)
