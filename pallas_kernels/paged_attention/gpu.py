@@ -259,8 +259,8 @@ class _Attention:
 
     def _cut(self, queries: Float[Array, "T N D"], rows: _Rows, config: Config, tokens: int) -> Blocks:
         return cut_blocks(
-            rows.offsets,
             rows.lengths,
+            rows.offsets,
             num_tokens=queries.shape[0],
             tokens=tokens,
             tile=config.tile,

@@ -63,8 +63,8 @@ class Blocks:
 
 
 def cut_blocks(
-    offsets: Int[Array, "S+1"],
     lengths: Int[Array, " S"],
+    offsets: Int[Array, "S+1"],
     *,
     num_tokens: int,
     tokens: int,
@@ -76,7 +76,7 @@ def cut_blocks(
     """Cut rows into blocks of `tokens` tokens.
 
     Args:
-        offsets, lengths: of `num_tokens` tokens' rows, as in `paged_attention`; a row of length 0 has no blocks.
+        lengths, offsets: of `num_tokens` tokens' rows, as in `paged_attention`; a row of length 0 has no blocks.
         longest_first: sort blocks by their number of tiles.
     """
     num_rows = lengths.shape[0]
