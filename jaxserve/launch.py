@@ -34,6 +34,7 @@ from jaxserve.models.sharding import make_mesh, padded_shape
 from jaxserve.plan import RunnerLimits
 from jaxserve.server import app
 from jaxserve.server.service import ServerParts
+from pallas_kernels.paged_attention.choose import Shape, choose
 
 logger = logging.getLogger(__name__)
 
@@ -140,16 +141,32 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, params: Any, m
     max_context = engine.max_context or min(model_config.max_position, DEFAULT_MAX_CONTEXT)
     if max_context > model_config.max_position:
         raise ConfigError(f"max_context is {max_context} but the model's positions end at {model_config.max_position}")
+    attention_impl, reason = _choose_attention(engine, model_config, mesh, dtype)
     limits = RunnerLimits(
-        num_pages=_num_pages(engine, model_config, max_context, mesh, dtype),
+        num_pages=_num_pages(engine, model_config, max_context, mesh, dtype, attention_impl),
         page_size=engine.page_size,
         max_seqs=engine.max_seqs,
         max_step_tokens=engine.max_step_tokens,
         max_context=max_context,
         vocab_size=model_config.vocab_size,
     )
-    logger.info("attention: xla; mesh: %s; %s", dict(mesh.shape), limits)
-    return DeviceRunner(model_config, params, mesh, limits, dtype, attention_impl="xla")
+    logger.info("attention: %s, since %s; mesh: %s; %s", attention_impl, reason, dict(mesh.shape), limits)
+    return DeviceRunner(model_config, params, mesh, limits, dtype, attention_impl)
+
+
+def _choose_attention(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> tuple[str, str]:
+    """The implementation for one device's share of the heads, and the reason for it."""
+    device = mesh.devices.flat[0]
+    num_kv_heads = -(-model_config.num_kv_heads // mesh.devices.size)
+    shape = Shape(
+        num_heads=num_kv_heads * (model_config.num_heads // model_config.num_kv_heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=model_config.head_dim,
+        page_size=engine.page_size,
+        dtype=dtype,
+        kv_dtype=dtype,
+    )
+    return choose(device.platform, device.device_kind, shape)
 
 
 def load_params(
@@ -197,13 +214,15 @@ def _dtype(engine: EngineConfig) -> np.dtype:
     return np.dtype(jax.numpy.dtype(name))
 
 
-def _num_pages(engine: EngineConfig, model_config: ModelConfig, max_context: int, mesh: Mesh, dtype: np.dtype) -> int:
+def _num_pages(
+    engine: EngineConfig, model_config: ModelConfig, max_context: int, mesh: Mesh, dtype: np.dtype, attention_impl: str
+) -> int:
     """Pages of the pool: as configured, else what the memory allows and the sequences can use."""
     if engine.num_pages:
         return engine.num_pages
     usable = engine.max_seqs * -(-max_context // engine.page_size)
     memory = engine.kv_memory or _free_kv_bytes(mesh)
-    pages = min(usable, memory // page_bytes(model_config, engine.page_size, mesh, dtype))
+    pages = min(usable, memory // page_bytes(model_config, engine.page_size, mesh, dtype, attention_impl))
     if pages * engine.page_size < 2 * engine.page_size:
         raise ConfigError(f"{memory} bytes hold {pages} KV pages, which is too few; raise kv_memory or lower page_size")
     return pages

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpoints.checkpoint import open_checkpoint
 from jaxserve.config import ModelConfig, model_config_from_hf
-from jaxserve.device.runner import pool_shape
+from jaxserve.device.abstract import pool_shape
 from jaxserve.device.step import POOL_AXES
 from jaxserve.launch import load_params
 from jaxserve.models.batch import NO_PAGE, StepBatch
@@ -35,8 +35,18 @@ class PagedModel:
         capacity: tokens that the sequence may have.
     """
 
-    def __init__(self, config: ModelConfig, params: Any, tensor_parallel: int, *, dtype: str, capacity: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Any,
+        tensor_parallel: int,
+        *,
+        dtype: str,
+        capacity: int,
+        attention_impl: str = "xla",
+    ) -> None:
         self.config = config
+        self._attention_impl = attention_impl
         self._params = params
         self._mesh = make_mesh(tensor_parallel)
         self._num_pages = -(-capacity // PAGE_SIZE) + 2
@@ -58,7 +68,7 @@ class PagedModel:
     def restart(self) -> None:
         """Forget the sequence: the next token is its first."""
         self.length = 0
-        shape = pool_shape(self.config, self._num_pages, PAGE_SIZE, self._mesh)
+        shape = pool_shape(self.config, self._num_pages, PAGE_SIZE, self._mesh, self._attention_impl)
         sharding = NamedSharding(self._mesh, self._pool_spec)
         layers = range(self.config.num_layers)
         self._pools = tuple(jax.device_put(jnp.zeros(shape, self._dtype), sharding) for _ in layers)
@@ -96,7 +106,8 @@ class PagedModel:
 
     def _compile(self, width: int) -> Any:
         forward = FAMILIES[self.config.family].forward
-        step = partial(forward, config=self.config, num_single=1 if width == 1 else 0, attention_impl="xla")
+        num_single = 1 if width == 1 else 0
+        step = partial(forward, config=self.config, num_single=num_single, attention_impl=self._attention_impl)
         everywhere = PartitionSpec()
         param_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)
         pool_specs = (self._pool_spec,) * self.config.num_layers

@@ -1,6 +1,6 @@
 """A step's program from shapes alone, for devices that need not be here: what ahead-of-time compilation lowers.
 
-Owns the abstract parameters and state of an engine; the step itself is `step.py`'s.
+Owns the shape of the KV pool and the abstract parameters and state of an engine; the step itself is `step.py`'s.
 """
 
 from __future__ import annotations
@@ -24,10 +24,17 @@ from jaxserve.plan import RunnerLimits
 from pallas_kernels.paged_attention.choose import pool_width
 
 
+def pool_shape(
+    config: ModelConfig, num_pages: int, page_size: int, mesh: Mesh, attention_impl: str = "xla"
+) -> tuple[int, ...]:
+    """Shape of one layer's KV pool on the mesh, padded heads included, as wide as the implementation wants it."""
+    width = pool_width(attention_impl, config.head_dim)
+    return padded_shape((num_pages, config.num_kv_heads, page_size, width), POOL_AXES, mesh)
+
+
 def abstract_state(config: ModelConfig, limits: RunnerLimits, mesh: Mesh, dtype: np.dtype, attention_impl: str) -> DeviceState:
     """The tree of `jax.ShapeDtypeStruct` with shardings that a runner of these limits holds."""
-    width = pool_width(attention_impl, config.head_dim)
-    shape = padded_shape((limits.num_pages, config.num_kv_heads, limits.page_size, width), POOL_AXES, mesh)
+    shape = pool_shape(config, limits.num_pages, limits.page_size, mesh, attention_impl)
 
     def make() -> DeviceState:
         slots = empty_state(limits.max_seqs, limits.max_context, config.vocab_size)

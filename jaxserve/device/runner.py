@@ -20,12 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ModelConfig
 from jaxserve.device import compile_counter
+from jaxserve.device.abstract import pool_shape
 from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
 from jaxserve.device.compiler import step_options, uses_onednn
 from jaxserve.device.pack import abstract_upload, pack
 from jaxserve.device.sampler import Sampled, SlotState, empty_state
-from jaxserve.device.step import POOL_AXES, DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
-from jaxserve.models.sharding import padded_shape
+from jaxserve.device.step import DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import MAX_LOGIT_BIAS, TokenLogprobs
 
@@ -36,14 +36,9 @@ WARM_UP_TOKENS = 64
 """Steps of more tokens are not run at warm-up: they would take as long as a prompt does."""
 
 
-def pool_shape(config: ModelConfig, num_pages: int, page_size: int, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of one layer's KV pool on the mesh, padded heads included."""
-    return padded_shape((num_pages, config.num_kv_heads, page_size, 2 * config.head_dim), POOL_AXES, mesh)
-
-
-def page_bytes(config: ModelConfig, page_size: int, mesh: Mesh, dtype: np.dtype) -> int:
+def page_bytes(config: ModelConfig, page_size: int, mesh: Mesh, dtype: np.dtype, attention_impl: str = "xla") -> int:
     """Bytes of one page in all layers, over all devices of the mesh."""
-    return config.num_layers * math.prod(pool_shape(config, 1, page_size, mesh)) * dtype.itemsize
+    return config.num_layers * math.prod(pool_shape(config, 1, page_size, mesh, attention_impl)) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +188,7 @@ class DeviceRunner:
 
     def _empty_state(self, dtype: np.dtype) -> DeviceState:
         limits, config = self._limits, self._config
-        shape = pool_shape(config, limits.num_pages, limits.page_size, self._mesh)
+        shape = pool_shape(config, limits.num_pages, limits.page_size, self._mesh, self.attention_impl)
 
         def make() -> DeviceState:
             slots = empty_state(limits.max_seqs, limits.max_context, config.vocab_size)

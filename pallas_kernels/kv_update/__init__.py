@@ -19,18 +19,35 @@ def kv_update(
     page_offsets: Int[Array, " T"],
     *,
     layout: Layout = "rows",
+    kv_scales: Float[Array, "K 2"] | None = None,
 ) -> Num[Array, "P K B D2"]:
     """Store token `t` at position `page_offsets[t]` of page `page_ids[t]`.
 
     A page id of `P` or more drops the token: that is how padding is written nowhere. No two real tokens share a place.
+
+    Args:
+        pages: in "rows", rows may be wider than K and V, as `choose.pool_width` has it; what is past them becomes zero.
+        kv_scales: of pages in int8 or float8_e4m3fn: K of head `k` is divided by `kv_scales[k, 0]` and V by
+            `kv_scales[k, 1]`, rounded to the nearest stored value, and cut off at the largest.
     """
+    if kv_scales is not None:
+        keys, values = (part / kv_scales[None, :, i, None] for i, part in enumerate((keys, values)))
     if layout == "halves":
-        return _update_halves(pages, keys.astype(pages.dtype), values.astype(pages.dtype), page_ids, page_offsets)
+        return _update_halves(pages, _store_as(keys, pages), _store_as(values, pages), page_ids, page_offsets)
     # Pads and a sum instead of a concatenation: XLA's CPU backend compiles each concatenation anew, 0.15 s a layer.
-    dim = keys.shape[-1]
-    rows = jnp.pad(keys, ((0, 0), (0, 0), (0, dim))) + jnp.pad(values, ((0, 0), (0, 0), (dim, 0)))
-    rows = rows.astype(pages.dtype)
-    return pages.at[page_ids, :, page_offsets].set(rows, mode="drop")
+    dim, width = keys.shape[-1], pages.shape[-1]
+    rows = jnp.pad(keys, ((0, 0), (0, 0), (0, width - dim))) + jnp.pad(values, ((0, 0), (0, 0), (dim, width - 2 * dim)))
+    return pages.at[page_ids, :, page_offsets].set(_store_as(rows, pages), mode="drop")
+
+
+def _store_as(values: Float[Array, "T K width"], pages: Num[Array, "P K B D2"]) -> Num[Array, "T K width"]:
+    """Values in the pool's data type: the nearest that it has, the largest for what is larger still."""
+    if pages.dtype == jnp.int8:
+        values = jnp.clip(jnp.round(values), -127, 127)
+    elif pages.dtype == jnp.float8_e4m3fn:
+        largest = float(jnp.finfo(pages.dtype).max)
+        values = jnp.clip(values, -largest, largest)  # it has no infinity, and what is too large would be no number
+    return values.astype(pages.dtype)
 
 
 def _update_halves(

@@ -11,8 +11,9 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.device import compile_counter
+from jaxserve.device.abstract import pool_shape
 from jaxserve.device.buckets import Bucket
-from jaxserve.device.runner import DeviceRunner, page_bytes, pool_shape
+from jaxserve.device.runner import DeviceRunner, page_bytes
 from jaxserve.models.sharding import make_mesh
 from jaxserve.request import Request, SamplingParams
 from tests.cached import CACHED

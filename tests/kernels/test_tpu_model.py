@@ -1,0 +1,38 @@
+"""A model with TPU attention, interpreted, against the same model with attention in XLA, on one device and on four."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxserve.config import ModelConfig
+from jaxserve.models.families import FAMILIES
+from jaxserve.models.params import random_params
+from jaxserve.models.sharding import make_mesh
+from tests.kernels.ladder.interpret import interpreted
+from tests.paged_model import PagedModel
+from tests.real_engines import TINY_MODEL
+
+TOKENS = np.random.default_rng(0).integers(0, TINY_MODEL.vocab_size, 41)
+
+
+def logits(model: ModelConfig, attention_impl: str, tensor_parallel: int) -> np.ndarray:
+    """Of a chunk of 40 tokens, half of them padding in its second step, and of a decode."""
+    mesh = make_mesh(tensor_parallel)
+    params = random_params(FAMILIES[model.family].specs(model), mesh, np.dtype(np.float32), seed=1)
+    paged = PagedModel(model, params, tensor_parallel, dtype="float32", capacity=len(TOKENS), attention_impl=attention_impl)
+    chunks = paged.feed_all(TOKENS[:-1], width=32)
+    return np.concatenate([chunks, paged.feed(TOKENS[-1:], width=1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel", [1, 4])
+def test_a_model_gives_the_same_logits(tensor_parallel: int) -> None:
+    # Heads of 64: the widest whose K and V share a lane tile, so that the pool is as wide as in XLA.
+    model = dataclasses.replace(TINY_MODEL, num_layers=2, head_dim=64)
+    expected = logits(model, "xla", tensor_parallel)
+    with interpreted("on_wait"):
+        found = logits(model, "tpu", tensor_parallel)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
