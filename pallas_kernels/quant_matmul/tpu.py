@@ -46,7 +46,7 @@ class Tiles:
 
     rows: int = 256
     tokens: int = 256
-    chunk: int = 512
+    chunk: int = 256
 
 
 @struct.dataclass

@@ -60,3 +60,25 @@ def arguments(settings: list[Settings] | tuple[Settings, ...], uniform: np.ndarr
         "top_p": jnp.asarray([row.top_p for row in settings], jnp.float32),
         "uniform": jnp.asarray(uniform, jnp.float32),
     }
+
+
+def distribution(logits: np.ndarray, row: Settings) -> np.ndarray:
+    """The exact one of a row, in float64."""
+    weights = np.exp((logits - logits.max()).astype(np.float64) / row.temperature)
+    weights = np.where(weights >= np.float32(row.min_p), weights, 0)
+    if row.top_k:
+        weights = np.where(weights >= np.sort(weights)[::-1][min(row.top_k, len(weights)) - 1], weights, 0)
+    if row.top_p < 1:
+        order = np.sort(weights)[::-1]
+        smallest = order[np.argmax(np.cumsum(order) >= row.top_p * weights.sum())]
+        weights = np.where(weights >= smallest, weights, 0)
+    return weights / weights.sum()
+
+
+def misfit(logits: np.ndarray, row: Settings, uniform: float, token: int) -> float:
+    """How far `uniform` lies outside the token's interval of the running sum; infinite where it may not be drawn at all."""
+    expected = distribution(logits, row)
+    if not expected[token] > 0:
+        return np.inf
+    end = np.cumsum(expected)[token]
+    return max(0.0, end - expected[token] - uniform, uniform - end)
