@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_matmul import grouped_matmul, lay_out
+from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, Implementation, grouped_matmul, lay_out, reference
 from pallas_kernels.grouped_matmul.cases import CASES, Case, make_inputs
+from pallas_kernels.grouped_matmul.check import check
 from tests.cached import CACHED
 
 pytestmark = CACHED
@@ -75,3 +76,12 @@ def test_ragged_dot_on_cpu_multiplies_every_row_with_every_matrix() -> None:
     program = jax.jit(jax.lax.ragged_dot).lower(x, weights, group_sizes).compile().as_text() or ""
     masked = re.findall(r"f32\[(?:16,64,32|64,16,32|64,512)\]", program)
     assert masked, "no copy of the rows for each group is left in the program"
+
+
+@pytest.mark.slow
+def test_the_check_for_other_hardware_passes_here_and_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(passed for _, passed in check("xla").values())
+    monkeypatch.setitem(
+        IMPLEMENTATIONS, "off", Implementation(reference.lay_out, lambda *args: reference.grouped_matmul(*args) * jnp.inf)
+    )
+    assert not any(passed for _, passed in check("off").values())

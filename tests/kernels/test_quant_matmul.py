@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 
 from pallas_kernels.quant_matmul import (
     IMPLEMENTATIONS,
+    Implementation,
     QuantActivations,
     QuantWeights,
     lay_out,
     quant_matmul,
     quantize_activations,
     quantize_weights,
+    reference,
 )
 from pallas_kernels.quant_matmul.cases import CASES, ODD_CASES, Case, make_inputs
+from pallas_kernels.quant_matmul.check import check
 from pallas_kernels.quant_matmul.packing import high_half, low_half, pack_int4, unpack_int4
 from tests.cached import CACHED
 
@@ -162,3 +165,12 @@ def test_unknown_implementations_and_options_are_refused() -> None:
         lay_out(weights, impl="gpu")
     with pytest.raises(TypeError, match="lanes"):
         lay_out(weights, impl="xla", lanes=8)
+
+
+@pytest.mark.slow
+def test_the_check_for_other_hardware_passes_here_and_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(passed for _, passed in check("xla").values())
+    monkeypatch.setitem(
+        IMPLEMENTATIONS, "off", Implementation(reference.lay_out, lambda *args: reference.quant_matmul(*args) + 1)
+    )
+    assert not any(passed for _, passed in check("off").values())

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.sample import draw
+from pallas_kernels.sample import IMPLEMENTATIONS, draw, reference
 from pallas_kernels.sample.cases import SETTINGS, Settings, arguments, make_logits, misfit
+from pallas_kernels.sample.check import check
 from pallas_kernels.sample.xla import NUM_LARGEST, keep_top, keep_top_k, keep_top_p
 from tests.cached import CACHED
 from tests.kernels.ladder.interpret import DMA_MODES, run_interpreted
@@ -105,3 +106,12 @@ def test_ties_are_kept_together(impl: str) -> None:
 def test_unknown_implementations_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no implementation 'gpu'; there are reference, xla, tpu"):
         draw(make_logits(1, 10), **arguments([Settings()], np.zeros(1)), impl="gpu")
+
+
+@pytest.mark.slow
+def test_the_check_for_other_hardware_passes_here_and_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(passed for _, passed in check("xla").values())
+    monkeypatch.setitem(
+        IMPLEMENTATIONS, "off", lambda *args, **kwargs: (reference.draw(*args, **kwargs) + 1) % args[0].shape[1]
+    )
+    assert not any(passed for _, passed in check("off").values())

@@ -1,0 +1,24 @@
+"""An implementation against the definition on every case, for whoever has the hardware: `check("tpu")`."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from pallas_kernels.quant_matmul import lay_out, quant_matmul
+from pallas_kernels.quant_matmul.cases import CASES, make_inputs
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
+"""Outputs are about standard normal; bfloat16 ones are rounded to 8 bits, and perhaps weights with a scale a group too."""
+
+
+def check(impl: str) -> dict[str, tuple[float, bool]]:
+    """Largest difference by case, and whether it passes."""
+    found = {}
+    for case in CASES:
+        x, weights = make_inputs(case)
+        out = jax.jit(lambda x, weights: quant_matmul(x, lay_out(weights, impl=impl), impl=impl))(x, weights)
+        expected = quant_matmul(x, lay_out(weights, impl="reference"), impl="reference")
+        error = float(np.abs(np.asarray(out, np.float32) - np.asarray(expected, np.float32)).max())
+        found[case.name] = error, error <= TOLERANCE[case.activations]
+    return found
