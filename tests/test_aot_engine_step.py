@@ -1,0 +1,101 @@
+"""The whole engine step, compiled ahead of time for devices that are not here: what it copies, says to others, and takes.
+
+One table of steps; each is compiled in a subprocess and then asserted upon from all sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pallas_kernels.aot import TARGETS, Figures
+from tests.kernels.ladder.compiled import compile_all, job, require
+from tests.kernels.ladder.programs import MODELS
+
+pytestmark = pytest.mark.slow
+
+PAGE_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step to compile: decodes alone, or with a chunk of 512 tokens."""
+
+    target: str
+    model: str
+    tensor_parallel: int
+    num_pages: int
+    impl: str = "tpu"
+    chunk_tokens: int = 0
+
+    def __str__(self) -> str:
+        kind = "chunk" if self.chunk_tokens else "decodes"
+        return f"{self.target}-{self.model}-tp{self.tensor_parallel}-{self.impl}-{kind}"
+
+
+FITTING = (
+    Step(target="v5e", model="demo", tensor_parallel=1, num_pages=4096, chunk_tokens=512),
+    Step(target="v5e", model="demo", tensor_parallel=8, num_pages=4096),
+    Step(target="v5e", model="8b", tensor_parallel=4, num_pages=4096, chunk_tokens=512),
+    Step(target="v5e", model="8b", tensor_parallel=8, num_pages=8192),
+    Step(target="v6e", model="demo", tensor_parallel=4, num_pages=4096),
+    Step(target="v6e", model="8b", tensor_parallel=1, num_pages=1024),
+    Step(target="h200", model="demo", tensor_parallel=1, num_pages=4096, impl="xla"),
+    Step(target="h200", model="8b", tensor_parallel=4, num_pages=8192, impl="xla"),
+)
+
+
+def compile_one(step: Step) -> Figures:
+    require(step.target)
+    (figures,) = compile_all(
+        [
+            job(
+                step.target,
+                "engine_step",
+                num_devices=step.tensor_parallel,
+                model=step.model,
+                impl=step.impl,
+                num_pages=step.num_pages,
+                page_size=PAGE_SIZE,
+                chunk_tokens=step.chunk_tokens,
+            )
+        ]
+    )
+    return figures
+
+
+def kv_bytes(step: Step) -> int:
+    """Bytes of the KV pools on one device, heads padded to whole ones."""
+    model = MODELS[step.model]
+    heads = -(-model.num_kv_heads // step.tensor_parallel)
+    return model.num_layers * step.num_pages * heads * PAGE_SIZE * 2 * model.head_dim * 2
+
+
+@pytest.mark.parametrize("step", FITTING, ids=str)
+def test_the_step_updates_kv_in_place_and_talks_no_more_than_it_must(step: Step) -> None:
+    figures = compile_one(step)
+    assert not figures.error, figures.error
+    target, model = TARGETS[step.target], MODELS[step.model]
+
+    # Everything that is donated comes back in its place: the pools, and the slots, which are some megabytes.
+    assert kv_bytes(step) <= figures.alias_bytes <= kv_bytes(step) + 16 * 2**20
+    assert figures.temp_bytes < 0.05 * target.hbm_bytes, f"{figures.temp_bytes >> 20} MiB"
+    assert figures.argument_bytes + figures.temp_bytes + figures.code_bytes < target.hbm_bytes
+
+    # A sum after attention and one after the MLP in each layer, one for the embedding, and the logits put together.
+    expected = {"all-reduce": 2 * model.num_layers + 1, "all-gather": 1} if step.tensor_parallel > 1 else {}
+    assert figures.collectives == expected
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(target="v5e", model="demo", tensor_parallel=1, num_pages=2**15),  # 45 GiB of KV
+        Step(target="v5e", model="8b", tensor_parallel=4, num_pages=2**15),  # 64 GiB of KV over four
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_in_hbm_is_found_out(step: Step) -> None:
+    error = compile_one(step).error
+    assert "hbm" in error.lower(), error
