@@ -131,7 +131,7 @@ class Worker:
         @pl.when(me == NUM_CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            self.for_segments(self.produce)
+            self.drain(self.for_segments(self.produce))
 
         @pl.when(me < NUM_CONSUMERS)
         def _() -> None:
@@ -139,8 +139,8 @@ class Worker:
             self.for_segments(partial(self.consume, me))
             plgpu.wait_smem_to_gmem(0)
 
-    def for_segments(self, do: Callable[[Segment], None]) -> None:
-        """Call `do` for each of the worker's segments."""
+    def for_segments(self, do: Callable[[Segment], None]) -> tuple[Any, Any]:
+        """Call `do` for each of the worker's segments; how many there were, and tiles in all."""
         worker = lax.axis_index("worker")
         mine = WorkerColumns(*(self.workers_ref[worker, i] for i in range(len(WorkerColumns._fields))))
 
@@ -162,7 +162,7 @@ class Worker:
             do(Segment(head, block, first, end, number, step, q_slot))
             return step + end - first
 
-        lax.fori_loop(0, mine.num_segments, one, jnp.int32(0))
+        return mine.num_segments, lax.fori_loop(0, mine.num_segments, one, jnp.int32(0))
 
     # --- the copying warpgroup ------------------------------------------------------------------------------------------
 
@@ -207,6 +207,17 @@ class Worker:
             return step + 1
 
         lax.fori_loop(segment.first, segment.end, one_tile, segment.step)
+
+    def drain(self, done: tuple[Any, Any]) -> None:
+        """See each slot come free for the last time. Only jax 0.11's interpreter asks for it; here nobody waits for us."""
+        for count, slots, free in zip(
+            done, (self.config.q_slots, self.config.stages), (self.q_free, self.kv_free), strict=True
+        ):
+
+            def wait(number: Any, _: None, slots: int = slots, free: Any = free) -> None:
+                plgpu.barrier_wait(free.at[lax.rem(number, slots)])
+
+            lax.fori_loop(jnp.maximum(count - slots, 0), count, wait, None)
 
     # --- the multiplying warpgroups -------------------------------------------------------------------------------------
 
