@@ -52,7 +52,7 @@ def compile_one(step: Step) -> Figures:
         [
             job(
                 step.target,
-                "engine_step",
+                "tests.kernels.ladder.programs:engine_step",
                 num_devices=step.tensor_parallel,
                 model=step.model,
                 impl=step.impl,

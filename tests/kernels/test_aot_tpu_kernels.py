@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 0.05
 """How far a figure may be from its record: patch releases of the compiler move it by a per cent or two."""
 
+ATTENTION = "pallas_kernels.programs:attention"
+
 BASE: dict[str, Any] = {
     "impl": "tpu", "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "num_tokens": 256, "num_rows": 64,
 }  # fmt: skip
@@ -58,7 +60,7 @@ FIGURED = ("decodes", "chunks")
 
 
 def attention(target: str, name: str) -> Job:
-    return job(target, "attention", **{**BASE, **CONFIGURATIONS[name]})
+    return job(target, ATTENTION, **{**BASE, **CONFIGURATIONS[name]})
 
 
 @pytest.mark.parametrize("target", ["v5e", "v6e", "v5p", "tpu7x"])
@@ -75,8 +77,8 @@ def test_what_does_not_fit_is_an_error_and_not_a_crash() -> None:
     """This rung can fail: an oversized pool, a page size that the kernel refuses, and a job after them that still runs."""
     require("v5e")
     jobs = [
-        job("v5e", "attention", **{**BASE, "num_pages": 2**20}),
-        job("v5e", "attention", **{**BASE, "page_size": 24}),
+        job("v5e", ATTENTION, **{**BASE, "num_pages": 2**20}),
+        job("v5e", ATTENTION, **{**BASE, "page_size": 24}),
         attention("v5e", "decodes of one sequence"),
     ]
     oversized, refused, fine = compile_all(jobs)

@@ -20,7 +20,6 @@ from pallas_kernels.aot import TARGETS, Figures, Job, compile_jobs, missing
 
 ROOT = Path(__file__).resolve().parents[3]
 FIGURES = Path(__file__).with_name("figures.json")
-BUILDERS = "tests.kernels.ladder.programs"
 REQUIRED = bool(os.environ.get("CI") or os.environ.get("JAXSERVE_REQUIRE_AOT"))
 
 
@@ -35,8 +34,8 @@ def require(target: str) -> None:
 
 
 def job(target: str, program: str, *, num_devices: int = 1, **kwargs: object) -> Job:
-    """A job of one of the builders in `programs.py`."""
-    return Job(target, f"{BUILDERS}:{program}", dict(kwargs), num_devices)
+    """A job of the builder `program`, "module:function"."""
+    return Job(target, program, dict(kwargs), num_devices)
 
 
 def compile_all(jobs: Sequence[Job], *, dump: bool = False) -> list[Figures]:

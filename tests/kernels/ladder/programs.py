@@ -1,70 +1,20 @@
-"""What the ladder compiles ahead of time: builders for `pallas_kernels.aot`, run in its subprocess."""
+"""What the ladder compiles ahead of time beyond single kernels: builders for `pallas_kernels.aot`, run in its subprocess."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxserve.config import ModelConfig, RopeScaling
 from jaxserve.device.abstract import abstract_step
 from jaxserve.device.buckets import Bucket
 from jaxserve.models.sharding import TENSOR
 from jaxserve.plan import RunnerLimits
-from pallas_kernels.paged_attention import IMPLEMENTATIONS
-from pallas_kernels.paged_attention.choose import pool_width
-
-Program = tuple[Any, tuple[Any, ...]]
-
-
-def attention(
-    devices: Sequence[Any],
-    *,
-    impl: str,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    num_tokens: int,
-    num_rows: int,
-    table_width: int = 512,
-    num_pages: int = 1024,
-    dtype: str = "bfloat16",
-    kv_dtype: str = "",
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: bool = False,
-) -> Program:
-    """`schedule` and `paged_attention` of one layer."""
-    mesh = Mesh(np.array(devices), (TENSOR,))
-    here = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
-
-    def step(queries: Any, pages: Any, table: Any, offsets: Any, lengths: Any, sinks: Any, kv_scales: Any) -> Any:
-        chosen = IMPLEMENTATIONS[impl]
-        work = chosen.schedule(
-            table, offsets, lengths, num_tokens=num_tokens, num_single=0, page_size=page_size, window=window
-        )
-        return chosen.paged_attention(
-            queries, pages, work, scale=head_dim**-0.5, soft_cap=soft_cap, sinks=sinks, kv_scales=kv_scales
-        )
-
-    arguments = (
-        here((num_tokens, num_heads, head_dim), dtype),
-        here((num_pages, num_kv_heads, page_size, pool_width(impl, head_dim)), kv_dtype or dtype),
-        here((num_rows, table_width), jnp.int32),
-        here((num_rows + 1,), jnp.int32),
-        here((num_rows,), jnp.int32),
-        here((num_heads,), jnp.float32) if sinks else None,
-        here((num_kv_heads, 2), jnp.float32) if kv_dtype else None,
-    )
-    whole = PartitionSpec()
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)), arguments
-
+from pallas_kernels.programs import Program
 
 MODELS = {
     "demo": ModelConfig(

@@ -1,0 +1,116 @@
+"""What the kernels would do here, and what the compilers say of them: `python -m pallas_kernels.doctor`.
+
+For each kernel, the implementation that this machine gets and the reason; then its program compiled ahead of time for
+devices that need not be here, wherever their compiler is installed. Works without any extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.aot import TARGETS, Figures, Job, Target, compile_jobs, missing
+from pallas_kernels.paged_attention.choose import Shape, choose
+
+EXAMPLE = Shape(
+    num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=jnp.dtype("bfloat16"), kv_dtype=jnp.dtype("bfloat16")
+)
+"""The attention that is looked at: an 8B Llama's, on one device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel as the doctor knows it.
+
+    Attributes:
+        choose: of platform and device kind, the implementation and the reason, as the engine chooses at start-up.
+        build: its program, for `aot.Job`.
+        takes_impl: whether the program is told the implementation.
+    """
+
+    name: str
+    choose: Callable[[str, str], tuple[str, str]]
+    build: str
+    takes_impl: bool
+
+    def job(self, target: Target) -> Job:
+        """The program that `target` would run."""
+        impl, _ = self.choose(jax_platform(target), target.device_kind)
+        return Job(target.name, self.build, {"impl": impl} if self.takes_impl else {})
+
+
+def jax_platform(target: Target) -> str:
+    """The platform as a device of the target would name it."""
+    return "gpu" if target.platform == "cuda" else target.platform
+
+
+def _attention(platform: str, device_kind: str) -> tuple[str, str]:
+    return choose(platform, device_kind, EXAMPLE)
+
+
+def _kv_update(platform: str, device_kind: str) -> tuple[str, str]:
+    del platform, device_kind
+    return "xla", "XLA scatters into the donated pool in place on every platform"
+
+
+KERNELS = (
+    Kernel("paged_attention", _attention, "pallas_kernels.programs:attention", takes_impl=True),
+    Kernel("kv_update", _kv_update, "pallas_kernels.programs:kv_update", takes_impl=False),
+)
+
+
+def describe(figures: Figures) -> str:
+    """Figures in one line."""
+    if figures.error:
+        return f"FAILED: {figures.error.strip().splitlines()[0]}"
+    parts = [f"temp {figures.temp_bytes / 2**20:.1f} MiB", f"code {figures.code_bytes / 2**10:.0f} KiB"]
+    if figures.alias_bytes:
+        parts.append(f"{figures.alias_bytes / 2**20:.0f} MiB updated in place")
+    parts += [f"{name}: {count} bundles, {figures.spills[name]} spills" for name, count in sorted(figures.bundles.items())]
+    return "compiled; " + ", ".join(parts)
+
+
+def report(targets: Sequence[Target], write: Callable[[str], Any]) -> bool:
+    """Write the whole report; whether all that could be compiled was."""
+    device = jax.devices()[0]
+    write(f"jax {jax.__version__} on {len(jax.devices())} x {device.device_kind} ({device.platform})")
+    ready = [target for target in targets if not missing(target)]
+    jobs = {(kernel.name, target.name): kernel.job(target) for kernel in KERNELS for target in ready}
+    figures = dict(zip(jobs, compile_jobs(list(jobs.values())), strict=True))
+    for kernel in KERNELS:
+        impl, reason = kernel.choose(device.platform, device.device_kind)
+        write(f"\n{kernel.name}\n  here   {impl}: {reason}")
+        for target in targets:
+            impl, _ = kernel.choose(jax_platform(target), target.device_kind)
+            found = figures.get((kernel.name, target.name))
+            write(f"  {target.name:6} {impl}: {describe(found) if found else 'not compiled: ' + missing(target)}")
+    return not any(found.error for found in figures.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit code is 1 where a program did not compile."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.doctor",
+        description="Show which implementation of each kernel this machine gets and why, and compile the kernels for "
+        "accelerators that need not be here. Compiling for TPUs needs libtpu and for GPUs the CUDA plugin: both come with "
+        "the extra 'aot'. What is not installed is named and left out.",
+    )
+    parser.add_argument(
+        "--target", action="append", choices=sorted(TARGETS), metavar="NAME",
+        help=f"compile for this device only; may be repeated; one of {', '.join(sorted(TARGETS))} (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--no-compile", action="store_true", help="only show what is chosen here")
+    options = parser.parse_args(arguments)
+    names = [] if options.no_compile else options.target or list(TARGETS)
+    healthy = report([TARGETS[name] for name in names], lambda line: print(line, flush=True))
+    return 0 if healthy else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
