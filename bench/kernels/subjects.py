@@ -112,9 +112,9 @@ def _floats(x: Any, weights: Any) -> Any:
 
 
 def _laid_out_for_xla(
-    x: Any, weights: Any, *, few_tokens: int = 4, some_tokens: int = 8, terms: int = 64, tile_weights: int = 1 << 20
+    x: Any, weights: Any, *, few_tokens: int = 2, terms: int = 64, tile_weights: int = 1 << 20
 ) -> tuple[Any, ...]:
-    tuning = {"few_tokens": few_tokens, "some_tokens": some_tokens, "terms": terms, "tile_weights": tile_weights}
+    tuning = {"few_tokens": few_tokens, "terms": terms, "tile_weights": tile_weights}
     return x, quant_matmul.lay_out(weights, impl="xla", **tuning)
 
 

@@ -6,8 +6,8 @@ more than never having quantised. Two ways around it:
 - Few tokens: a product written out as multiplications and additions of 16 lanes along `in`, all of a row's terms in one
   elementwise loop, which the compiler vectorises with the conversion in it. What is left, 16 sums a row, is added up by a
   product with ones. Each weight is read once, as a byte or half of one.
-- More tokens: a loop over tiles of rows, each dequantised into the cache and multiplied there; for activations of 8 bits, or
-  of three times 8, an integer product of the tile.
+- More tokens: a loop over tiles of rows, each dequantised into the cache and multiplied there; for activations of 8 bits an
+  integer product of the tile. XLA gives that to YNNPACK; with oneDNN asked for instead, nobody takes it and it is slow.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from jaxtyping import Array, Float, Int8
 from pallas_kernels.quant_matmul.packing import high_half, low_half, pack_int4
 from pallas_kernels.quant_matmul.weights import Form, QuantActivations, QuantWeights, form_of
 
-REMAINDER_STEPS = 254.0
-"""Steps of the next integer in one of the last: what rounding leaves, -1/2 to 1/2, becomes -127 to 127."""
 LANES = 16
 
 
@@ -34,13 +32,11 @@ class Tuning:
 
     Attributes:
         few_tokens: up to so many go by lanes.
-        some_tokens: up to so many go by thirds where they can.
         terms: most terms of one elementwise loop; longer rows leave several partial sums. Compile time grows with it.
         tile_weights: weights of a tile; what it takes dequantised is to stay in the cache.
     """
 
-    few_tokens: int = 4
-    some_tokens: int = 8
+    few_tokens: int = 2
     terms: int = 64
     tile_weights: int = 1 << 20
 
@@ -74,8 +70,6 @@ def quant_matmul(x: Float[Array, "in T"] | QuantActivations, weights: Laid) -> F
         out = _by_lanes(values.astype(jnp.float32), weights)
     elif isinstance(x, QuantActivations) and by_row and form.bits == 8:
         out = _by_integer_tiles(values, weights)
-    elif values.shape[1] <= weights.tuning.some_tokens and by_row and form.bits == 8:
-        out = _by_thirds(values.astype(jnp.float32), weights)
     else:
         out = _by_tiles(values.astype(jnp.float32), weights)
     if by_row:
@@ -160,19 +154,6 @@ def _by_integer_tiles(x: Int8[Array, "in T"], weights: Laid) -> Float[Array, "ou
         return jnp.matmul(values, x, preferred_element_type=jnp.int32).astype(jnp.float32)
 
     return _each_tile(product, weights, x.shape[1])
-
-
-def _by_thirds(x: Float[Array, "in T"], weights: Laid) -> Float[Array, "out T"]:
-    """Activations as three integers of 8 bits, one the other's remainder, together as exact as float32 next to the token's
-    largest. An integer product of three times the tokens is faster than the float one as long as tokens are few."""
-    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=0), jnp.finfo(jnp.float32).tiny * 128) / 127
-    rest, thirds = x / scales, []
-    for _ in range(3):
-        thirds.append(jnp.round(rest))
-        rest = (rest - thirds[-1]) * REMAINDER_STEPS
-    products = _by_integer_tiles(jnp.concatenate(thirds, axis=1).astype(jnp.int8), weights)
-    first, second, third = jnp.split(products, 3, axis=1)
-    return ((third / REMAINDER_STEPS + second) / REMAINDER_STEPS + first) * scales
 
 
 def _each_tile(product: Callable[[Array, Array], Array], weights: Laid, num_tokens: int) -> Float[Array, "out T"]:
