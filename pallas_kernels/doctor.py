@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import grouped_matmul, quant_matmul, sample
 from pallas_kernels.aot import TARGETS, Figures, Job, Target, compile_jobs, missing
 from pallas_kernels.paged_attention.choose import Shape, choose
 
@@ -59,9 +60,30 @@ def _kv_update(platform: str, device_kind: str) -> tuple[str, str]:
     return "xla", "XLA scatters into the donated pool in place on every platform"
 
 
+def _by_platform(implementations: Collection[str]) -> Callable[[str, str], tuple[str, str]]:
+    """The platform's own implementation where a kernel has one."""
+
+    def of(platform: str, device_kind: str) -> tuple[str, str]:
+        if platform in implementations:
+            return platform, f"it is written for this platform; {device_kind}"
+        return "xla", f"there is no other for platform {platform}"
+
+    return of
+
+
 KERNELS = (
     Kernel("paged_attention", _attention, "pallas_kernels.programs:attention", takes_impl=True),
     Kernel("kv_update", _kv_update, "pallas_kernels.programs:kv_update", takes_impl=False),
+    Kernel(
+        "quant_matmul", _by_platform(quant_matmul.IMPLEMENTATIONS), "pallas_kernels.programs:quant_matmul", takes_impl=True
+    ),
+    Kernel(
+        "grouped_matmul",
+        _by_platform(grouped_matmul.IMPLEMENTATIONS),
+        "pallas_kernels.programs:grouped_matmul",
+        takes_impl=True,
+    ),
+    Kernel("sample", _by_platform(sample.IMPLEMENTATIONS), "pallas_kernels.programs:sample", takes_impl=True),
 )
 
 

@@ -14,9 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels import quant_matmul as quant
 from pallas_kernels.kv_update import kv_update as update
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
 from pallas_kernels.paged_attention.choose import pool_width
+from pallas_kernels.quant_matmul import quantize_weights
+from pallas_kernels.sample import draw
 
 Program = tuple[Any, tuple[Any, ...]]
 
@@ -91,6 +95,44 @@ def kv_update(
         shape((num_kv_heads, 2), jnp.float32) if kv_dtype else None,
     )
     return _on(devices, step, arguments, donate=(0,))
+
+
+def quant_matmul(
+    devices: Sequence[Any], *, impl: str, num_tokens: int = 64, num_in: int = 4096, num_out: int = 4096, bits: int = 4
+) -> Program:
+    """One product with weights in groups of 128."""
+
+    def laid_out() -> Any:
+        weights = quantize_weights(jnp.zeros((num_out, num_in)), bits=bits, group=128)
+        return quant.lay_out(weights, impl=impl)
+
+    x = jax.ShapeDtypeStruct((num_in, num_tokens), jnp.bfloat16)
+    return _on(devices, lambda x, weights: quant.quant_matmul(x, weights, impl=impl), (x, jax.eval_shape(laid_out)))
+
+
+def grouped_matmul(
+    devices: Sequence[Any], *, impl: str, num_rows: int = 512, num_groups: int = 8, num_in: int = 2048, num_out: int = 2048
+) -> Program:
+    """One product of rows with their experts' matrices."""
+
+    def laid_out() -> Any:
+        return grouped.lay_out(jnp.zeros((num_groups, num_out, num_in), jnp.bfloat16), impl=impl)
+
+    shape = jax.ShapeDtypeStruct
+    arguments = (shape((num_rows, num_in), jnp.bfloat16), jax.eval_shape(laid_out), shape((num_groups,), jnp.int32))
+    return _on(devices, lambda x, weights, sizes: grouped.grouped_matmul(x, weights, sizes, impl=impl), arguments)
+
+
+def sample(devices: Sequence[Any], *, impl: str, num_rows: int = 16, vocab_size: int = 262_144) -> Program:
+    """A step's draws over the largest vocabulary."""
+
+    def step(logits: Any, temperature: Any, min_p: Any, top_k: Any, top_p: Any, uniform: Any) -> Any:
+        settings = {"temperature": temperature, "min_p": min_p, "top_k": top_k, "top_p": top_p, "uniform": uniform}
+        return draw(logits, **settings, impl=impl)
+
+    floats, ints = (jax.ShapeDtypeStruct((num_rows,), dtype) for dtype in (jnp.float32, jnp.int32))
+    logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32)
+    return _on(devices, step, (logits, floats, floats, ints, floats, floats))
 
 
 def _on(
