@@ -27,7 +27,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "drafts": HEADS | DRAFTS,
     "prompt": HEADS | PROMPT,
     # Not with the heads of those above: what is compiled already is not compiled again.
-    "decodes_and_chunks": HEADS | DECODES | DRAFTS | {"num_heads": 16},
+    "decodes_and_chunks": HEADS | DECODES | DRAFTS | {"num_heads": 15, "num_kv_heads": 5},
     "decodes_of_float8": HEADS | DECODES | {"kv_dtype": "float8_e4m3fn"},
     "prompt_of_float8": HEADS | PROMPT | {"kv_dtype": "float8_e4m3fn"},
     "decodes_of_int8": HEADS | DECODES | {"kv_dtype": "int8"},
