@@ -17,16 +17,16 @@ from jaxtyping import Array, Num
 Layout = Literal["rows", "halves"]
 
 
-def keys_of(pages: Num[Array, "P K B D2"]) -> Num[Array, "P 2 K B D"]:
-    """A view of pages in "halves" that holds each page's K at index 0."""
+def keys_of(pages: Num[Array, "P K B D2"]) -> Num[Array, "2*P K B D"]:
+    """A view of pages in "halves" that holds page `p`'s K at `2 * p`."""
     num_pages, num_kv_heads, page_size, width = pages.shape
-    return pages.reshape(num_pages, 2, num_kv_heads, page_size, width // 2)
+    return pages.reshape(2 * num_pages, num_kv_heads, page_size, width // 2)
 
 
-def values_of(pages: Num[Array, "P K B D2"]) -> Num[Array, "P 2 K D B"]:
-    """A view of pages in "halves" that holds each page's V at index 1."""
+def values_of(pages: Num[Array, "P K B D2"]) -> Num[Array, "2*P K D B"]:
+    """A view of pages in "halves" that holds page `p`'s V at `2 * p + 1`."""
     num_pages, num_kv_heads, page_size, width = pages.shape
-    return pages.reshape(num_pages, 2, num_kv_heads, width // 2, page_size)
+    return pages.reshape(2 * num_pages, num_kv_heads, width // 2, page_size)
 
 
 def from_rows(pages: Num[Array, "P K B D2"], layout: Layout) -> Num[Array, "P K B D2"]:

@@ -22,7 +22,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.device import compile_counter
 from jaxserve.device.abstract import pool_shape
 from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
-from jaxserve.device.compiler import step_options, uses_onednn
+from jaxserve.device.compiler import release_freed_memory, step_options, uses_onednn
 from jaxserve.device.pack import abstract_upload, pack
 from jaxserve.device.sampler import Sampled, SlotState, empty_state
 from jaxserve.device.step import DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
@@ -125,12 +125,14 @@ class DeviceRunner:
         Args:
             progress: called with programs done and in all.
         """
-        # Those that no cache can give take longest, so they start first.
-        order = sorted(self._buckets, key=uses_onednn, reverse=True)
+        # Those that no cache can give take longest, so they start first; then the largest, which take most memory to compile,
+        # while there is least of what has been compiled.
+        order = sorted(self._buckets, key=lambda b: (uses_onednn(b), b.chunk_tokens > 0 and b.num_single > 0), reverse=True)
         pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
         try:
             for done, (bucket, step) in enumerate(zip(order, pool.map(self._compile, order), strict=True), start=1):
                 self._steps[bucket] = step
+                release_freed_memory()
                 if progress is not None:
                     progress(done, len(order))
         finally:

@@ -197,6 +197,7 @@ def _attention(
         batch.page_ids,
         batch.page_offsets,
         layout=IMPLEMENTATIONS[impl].layout,
+        impl="tpu" if impl == "tpu" else "xla",
     )
     attended = paged_attention(
         queries.transpose(3, 0, 1, 2).reshape(tokens, -1, dim),

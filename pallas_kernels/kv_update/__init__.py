@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.page_layout import Layout, keys_of, values_of
 
+IMPLEMENTATIONS = ("xla", "tpu")
+
 
 def kv_update(
     pages: Num[Array, "P K B D2"],
@@ -20,6 +22,7 @@ def kv_update(
     *,
     layout: Layout = "rows",
     kv_scales: Float[Array, "K 2"] | None = None,
+    impl: str = "xla",
 ) -> Num[Array, "P K B D2"]:
     """Store token `t` at position `page_offsets[t]` of page `page_ids[t]`.
 
@@ -29,7 +32,15 @@ def kv_update(
         pages: in "rows", rows may be wider than K and V, as `choose.pool_width` has it; what is past them becomes zero.
         kv_scales: of pages in int8 or float8_e4m3fn: K of head `k` is divided by `kv_scales[k, 0]` and V by
             `kv_scales[k, 1]`, rounded to the nearest stored value, and cut off at the largest.
+        impl: "xla", or "tpu" for pools in "rows" whose width is a multiple of 128.
+
+    Raises:
+        ValueError: there is no such `impl`, or it does not take this layout.
     """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"kv_update has no implementation {impl!r}; there are {', '.join(IMPLEMENTATIONS)}")
+    if impl == "tpu" and layout != "rows":
+        raise ValueError(f'kv_update for TPU: expected pages in "rows", found {layout!r}; use impl "xla"')
     if kv_scales is not None:
         keys, values = (part / kv_scales[None, :, i, None] for i, part in enumerate((keys, values)))
     if layout == "halves":
@@ -37,7 +48,12 @@ def kv_update(
     # Pads and a sum instead of a concatenation: XLA's CPU backend compiles each concatenation anew, 0.15 s a layer.
     dim, width = keys.shape[-1], pages.shape[-1]
     rows = jnp.pad(keys, ((0, 0), (0, 0), (0, width - dim))) + jnp.pad(values, ((0, 0), (0, 0), (dim, width - 2 * dim)))
-    return pages.at[page_ids, :, page_offsets].set(_store_as(rows, pages), mode="drop")
+    rows = _store_as(rows, pages)
+    if impl == "tpu":
+        from pallas_kernels.kv_update import tpu  # what other platforms need not import
+
+        return tpu.update(pages, rows, page_ids, page_offsets)
+    return pages.at[page_ids, :, page_offsets].set(rows, mode="drop")
 
 
 def _store_as(values: Float[Array, "T K width"], pages: Num[Array, "P K B D2"]) -> Num[Array, "T K width"]:
@@ -62,5 +78,7 @@ def _update_halves(
         # A scatter of one token XLA's CPU backend turns into a conditional update of a copy of the whole pool.
         keys, values = jnp.pad(keys, ((0, 1), (0, 0), (0, 0))), jnp.pad(values, ((0, 1), (0, 0), (0, 0)))
         page_ids, page_offsets = jnp.pad(page_ids, (0, 1), constant_values=shape[0]), jnp.pad(page_offsets, (0, 1))
-    pages = keys_of(pages).at[page_ids, 0, :, page_offsets].set(keys, mode="drop").reshape(shape)
-    return values_of(pages).at[page_ids, 1, :, :, page_offsets].set(values, mode="drop").reshape(shape)
+    # Unsigned, so that twice any id is no id that exists.
+    halves, page_offsets = 2 * page_ids.astype(jnp.uint32), page_offsets.astype(jnp.uint32)
+    pages = keys_of(pages).at[halves, :, page_offsets].set(keys, mode="drop").reshape(shape)
+    return values_of(pages).at[halves + 1, :, :, page_offsets].set(values, mode="drop").reshape(shape)

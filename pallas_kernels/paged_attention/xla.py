@@ -3,8 +3,10 @@
 Decodes, in two loops over the rows sorted by length, both of which fold partial softmaxes into the rows' running maximum,
 sum and output (the online softmax of Milakov and Gimelshein, 2018; split over the KV length as in flash-decoding). A turn
 of the first takes the same block of `BLOCK` positions of many rows, while at least half of a turn's rows have one; a turn
-of the second takes a block of one row, for what is left of the longest. Rows of any length mix, and the first loop never
-takes more than twice what there is. The state of a turn's rows is a slice, not a gather.
+of the second takes `BLOCKS_PER_TURN` blocks of one row, for what is left of the longest. Rows of any length mix: the first
+loop never takes more than twice what there is, the second fewer than a turn more for each row that it takes. The state of a
+turn's rows is a slice, not a gather. Beside chunks, which take longer anyway, there is the first loop only, down to the last
+row: a second would make their programs half as large again.
 
 Chunks: a loop over tiles of `CHUNK_TILE` queries of one row, and inside it a loop over the row's blocks of
 `CHUNK_BLOCK` positions up to the tile's last position.
@@ -21,7 +23,7 @@ from functools import partial
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, UInt
 
 from pallas_kernels.page_layout import keys_of, values_of
 
@@ -29,6 +31,9 @@ from pallas_kernels.page_layout import keys_of, values_of
 BLOCK = 64
 # Rows of a turn of decode's first loop, at most.
 ROWS_PER_TURN = 16
+# Blocks of a turn of its second. A loop of turns as small as one block runs as fast, since XLA makes one function of it, but
+# one for each layer, which costs seconds of compiling: that is for a single row, where it is all there is.
+BLOCKS_PER_TURN = 8
 # Query heads whose sums are taken in one pass over K or V, so that each is read once, and that registers hold.
 HEADS_PER_PASS = 4
 CHUNK_TILE = 128
@@ -41,6 +46,9 @@ MASKED = -1e30
 class DecodeWork:
     """Rows by falling length, padded with rows of length 0 to whole turns: `n` of them.
 
+    Indices are unsigned, since each use of a signed one compiles to code for the case that it counts from the end: a tenth
+    of a program of many layers.
+
     Attributes:
         order: the row that comes there.
         place: where each row went.
@@ -49,16 +57,18 @@ class DecodeWork:
         page_ids: from that block on; past a row's end, a page that someone owns.
         active: rows that have a block of that number, counted from their first; the last entry is 0.
         num_levels: blocks that the first loop takes of each row; the second takes the rest.
+        alone: whether the step has no chunks, and so the second loop.
     """
 
-    order: Int[Array, " n"]
-    place: Int[Array, " S"]
+    order: UInt[Array, " n"]
+    place: UInt[Array, " S"]
     visible: Int[Array, " n"]
     hidden: Int[Array, " n"] | None
-    page_ids: Int[Array, "n pages"]
-    active: Int[Array, " blocks+1"]
-    num_levels: Int[Array, ""]
+    page_ids: UInt[Array, "n pages"]
+    active: UInt[Array, " blocks"]
+    num_levels: UInt[Array, ""]
     rows_per_turn: int = struct.field(pytree_node=False)
+    alone: bool = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -110,7 +120,7 @@ def schedule(
     table = jnp.where(page * page_size < lengths[:, None], block_table, first[:, None])
     decode = chunks = None
     if num_single:
-        decode = _schedule_decode(table[:num_single], lengths[:num_single], page_size, window)
+        decode = _schedule_decode(table[:num_single], lengths[:num_single], page_size, window, num_tokens == num_single)
     if num_tokens > num_single:
         offsets = row_offsets[num_single:] - num_single
         num_tokens -= num_single
@@ -157,14 +167,14 @@ def _blocked_table(table: Int[Array, "S W"], per_block: int) -> Int[Array, "S bl
 
 def _gather_keys(pages: Num[Array, "P K B D2"], page_ids: Int[Array, " pages_per_block"]) -> Float[Array, "K block D"]:
     """K of a block's pages one after another, in float32."""
-    keys = keys_of(pages).at[page_ids, 0].get(mode="promise_in_bounds").swapaxes(0, 1)  # [K, pages, B, D]
+    keys = keys_of(pages).at[2 * page_ids].get(mode="promise_in_bounds").swapaxes(0, 1)  # [K, pages, B, D]
     # Without the barrier XLA fuses the gather into the product.
     return lax.optimization_barrier(keys.reshape(keys.shape[0], -1, keys.shape[3])).astype(jnp.float32)
 
 
 def _gather_values(pages: Num[Array, "P K B D2"], page_ids: Int[Array, " pages_per_block"]) -> Float[Array, "K D block"]:
     """V of a block's pages side by side, in float32."""
-    values = values_of(pages).at[page_ids, 1].get(mode="promise_in_bounds").transpose(1, 2, 0, 3)  # [K, D, pages, B]
+    values = values_of(pages).at[2 * page_ids + 1].get(mode="promise_in_bounds").transpose(1, 2, 0, 3)  # [K, D, pages, B]
     return lax.optimization_barrier(values.reshape(*values.shape[:2], -1)).astype(jnp.float32)
 
 
@@ -183,7 +193,9 @@ def _finished(
     return out / jnp.where(total > 0, total, 1.0)[..., None]
 
 
-def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_size: int, window: int | None) -> DecodeWork:
+def _schedule_decode(
+    table: Int[Array, "S W"], lengths: Int[Array, " S"], page_size: int, window: int | None, alone: bool
+) -> DecodeWork:
     num_rows = table.shape[0]
     per_block = max(1, BLOCK // page_size)
     block = per_block * page_size
@@ -197,21 +209,24 @@ def _schedule_decode(table: Int[Array, "S W"], lengths: Int[Array, " S"], page_s
 
     first = jnp.zeros_like(by_length) if window is None else jnp.maximum(by_length - window, 0) // block
     visible = by_length - first * block
-    num_blocks = -(-table.shape[1] // per_block)
-    active = jnp.sum(visible[None, :] > jnp.arange(num_blocks + 1)[:, None] * block, axis=1)
+    # Room for a slice past the end, which must not be moved to fit.
+    num_blocks = -(-table.shape[1] // per_block) + BLOCKS_PER_TURN
+    active = jnp.sum(visible[None, :] > jnp.arange(num_blocks)[:, None] * block, axis=1)
     page = jnp.arange(num_blocks * per_block)
     # The longest row's first page stands for those of rows without any.
     source = jnp.where(by_length > 0, order, order[0])[:, None]
     number = jnp.where(page * page_size < visible[:, None], first[:, None] * per_block + page, 0)
+    num_levels = jnp.sum(2 * active >= rows_per_turn if alone else active > 0) if num_rows > 1 else jnp.zeros((), jnp.int32)
     return DecodeWork(
-        order=order,
-        place=place[:num_rows],
+        order=order.astype(jnp.uint32),
+        place=place[:num_rows].astype(jnp.uint32),
         visible=visible,
         hidden=None if window is None else visible - window,
-        page_ids=table.at[source, number].get(mode="promise_in_bounds"),
-        active=active,
-        num_levels=jnp.sum(2 * active >= rows_per_turn) if num_rows > 1 else jnp.int32(0),
+        page_ids=table.at[source, number].get(mode="promise_in_bounds").astype(jnp.uint32),
+        active=active.astype(jnp.uint32),
+        num_levels=num_levels.astype(jnp.uint32),
         rows_per_turn=rows_per_turn,
+        alone=alone,
     )
 
 
@@ -236,22 +251,25 @@ def _decode(
 
     def many_rows(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
         block, row, state = carry
-        state = turn(state, row, block, work.rows_per_turn)
+        state = turn(state, row, block, work.rows_per_turn, 1)
         row = row + work.rows_per_turn
         more = row < work.active[block]
-        return jnp.where(more, block, block + 1), jnp.where(more, row, 0), state
+        return jnp.where(more, block, block + 1), jnp.where(more, row, jnp.zeros_like(row)), state
 
     def one_row(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
         block, row, state = carry
-        state = turn(state, row, block, 1)
-        more = row < work.active[block + 1]
-        return jnp.where(more, block + 1, work.num_levels), jnp.where(more, row, row + 1), state
+        state = turn(state, row, block, 1, blocks_per_turn)
+        block = block + blocks_per_turn
+        more = row < work.active[block]
+        return jnp.where(more, block, work.num_levels), jnp.where(more, row, row + 1), state
 
-    state = start
+    state, zero_index = start, jnp.uint32(0)
+    blocks_per_turn = BLOCKS_PER_TURN if num_rows > 1 else 1
     if num_rows > 1:
-        *_, state = lax.while_loop(lambda carry: carry[0] < work.num_levels, many_rows, (jnp.int32(0), jnp.int32(0), state))
-    num_left = work.active[work.num_levels]
-    *_, state = lax.while_loop(lambda carry: carry[1] < num_left, one_row, (work.num_levels, jnp.int32(0), state))
+        *_, state = lax.while_loop(lambda carry: carry[0] < work.num_levels, many_rows, (zero_index, zero_index, state))
+    if num_rows == 1 or work.alone:
+        num_left = work.active[work.num_levels]
+        *_, state = lax.while_loop(lambda carry: carry[1] < num_left, one_row, (work.num_levels, zero_index, state))
     return _finished(*state, sinks).at[work.place].get(mode="promise_in_bounds")
 
 
@@ -261,18 +279,20 @@ def _decode_turn(
     work: DecodeWork,
     soft_cap: float | None,
     state: DecodeState,
-    row: Int[Array, ""],
-    block: Int[Array, ""],
+    row: UInt[Array, ""],
+    block: UInt[Array, ""],
     rows: int,
+    blocks: int,
 ) -> DecodeState:
-    """Fold block `block` of each of `rows` rows from `row` on into their state."""
+    """Fold `blocks` blocks from `block` on of each of `rows` rows from `row` on into their state."""
     page_size = pages.shape[2]
     per_block = max(1, BLOCK // page_size)
+    num_pages = blocks * per_block
     mine = partial(lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
-    page_ids = lax.dynamic_slice(work.page_ids, (row, block * per_block), (rows, per_block))
-    keys = keys_of(pages).at[page_ids, 0].get(mode="promise_in_bounds")  # [rows, pages, K, B, D]
+    page_ids = lax.dynamic_slice(work.page_ids, (row, block * per_block), (rows, num_pages))
+    keys = keys_of(pages).at[2 * page_ids].get(mode="promise_in_bounds")  # [rows, pages, K, B, D]
     scores = _capped(lax.platform_dependent(mine(queries), keys, cpu=_scores_by_sums, default=_scores_by_product), soft_cap)
-    position = (block * per_block + jnp.arange(per_block)[:, None]) * page_size + jnp.arange(page_size)
+    position = block.astype(jnp.int32) * (per_block * page_size) + jnp.arange(num_pages * page_size).reshape(num_pages, -1)
     seen = position < mine(work.visible)[:, None, None]
     if work.hidden is not None:
         seen &= position >= mine(work.hidden)[:, None, None]
@@ -282,7 +302,7 @@ def _decode_turn(
     new_best = jnp.maximum(best, scores.max(axis=(1, 4)))
     # Without the barrier XLA computes the exponentials again for each of the sums over them.
     weights = lax.optimization_barrier(jnp.exp(scores - new_best[:, None, :, :, None]))
-    values = values_of(pages).at[page_ids, 1].get(mode="promise_in_bounds")  # [rows, pages, K, D, B]
+    values = values_of(pages).at[2 * page_ids + 1].get(mode="promise_in_bounds")  # [rows, pages, K, D, B]
     mixed = lax.platform_dependent(weights, values, cpu=_mix_by_sums, default=_mix_by_product)
     shrink = jnp.exp(best - new_best)
     total = total * shrink + weights.sum(axis=(1, 4))

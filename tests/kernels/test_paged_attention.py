@@ -204,7 +204,7 @@ def positions_read(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
     turn, gather = xla._decode_turn, xla._gather_keys
 
     def counting_turn(*args: Any) -> Any:
-        jax.debug.callback(lambda: read.append(args[-1] * max(xla.BLOCK, case.page_size)))
+        jax.debug.callback(lambda: read.append(args[-2] * args[-1] * max(xla.BLOCK, case.page_size)))
         return turn(*args)
 
     def counting_gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
@@ -224,11 +224,11 @@ def positions_read(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
     ("lengths", "blocks"),
     [
         ((1, 1, 1, 1), 4),
-        # A block of every row, and one more of the row with a second.
-        ((64, 65, 0, 1), 4 + 1),
-        ((1000, 0, 0, 3), 4 + 15),
-        # Fifteen of every row, since two rows have as many, and the sixteenth of the row with one.
-        ((700, 800, 900, 1024), 15 * 4 + 1),
+        # A block of every row, and eight of the row with a second.
+        ((64, 65, 0, 1), 4 + 8),
+        ((1000, 0, 0, 3), 4 + 16),
+        # Fifteen of every row, since two rows have as many, and eight of the row with a sixteenth.
+        ((700, 800, 900, 1024), 15 * 4 + 8),
         ((1024,), 16),
         ((0, 0, 0, 0), 0),
     ],
