@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import grouped_matmul, quant_matmul, sample
+from pallas_kernels import grouped_matmul, kv_update, quant_matmul, sample
 from pallas_kernels.aot import TARGETS, Figures, Job, Target, compile_jobs, missing
 from pallas_kernels.paged_attention.choose import Shape, choose
 
@@ -32,18 +32,16 @@ class Kernel:
     Attributes:
         choose: of platform and device kind, the implementation and the reason, as the engine chooses at start-up.
         build: its program, for `aot.Job`.
-        takes_impl: whether the program is told the implementation.
     """
 
     name: str
     choose: Callable[[str, str], tuple[str, str]]
     build: str
-    takes_impl: bool
 
     def job(self, target: Target) -> Job:
         """The program that `target` would run."""
         impl, _ = self.choose(jax_platform(target), target.device_kind)
-        return Job(target.name, self.build, {"impl": impl} if self.takes_impl else {})
+        return Job(target.name, self.build, {"impl": impl})
 
 
 def jax_platform(target: Target) -> str:
@@ -53,11 +51,6 @@ def jax_platform(target: Target) -> str:
 
 def _attention(platform: str, device_kind: str) -> tuple[str, str]:
     return choose(platform, device_kind, EXAMPLE)
-
-
-def _kv_update(platform: str, device_kind: str) -> tuple[str, str]:
-    del platform, device_kind
-    return "xla", "XLA scatters into the donated pool in place on every platform"
 
 
 def _by_platform(implementations: Collection[str]) -> Callable[[str, str], tuple[str, str]]:
@@ -72,18 +65,11 @@ def _by_platform(implementations: Collection[str]) -> Callable[[str, str], tuple
 
 
 KERNELS = (
-    Kernel("paged_attention", _attention, "pallas_kernels.programs:attention", takes_impl=True),
-    Kernel("kv_update", _kv_update, "pallas_kernels.programs:kv_update", takes_impl=False),
-    Kernel(
-        "quant_matmul", _by_platform(quant_matmul.IMPLEMENTATIONS), "pallas_kernels.programs:quant_matmul", takes_impl=True
-    ),
-    Kernel(
-        "grouped_matmul",
-        _by_platform(grouped_matmul.IMPLEMENTATIONS),
-        "pallas_kernels.programs:grouped_matmul",
-        takes_impl=True,
-    ),
-    Kernel("sample", _by_platform(sample.IMPLEMENTATIONS), "pallas_kernels.programs:sample", takes_impl=True),
+    Kernel("paged_attention", _attention, "pallas_kernels.programs:attention"),
+    Kernel("kv_update", _by_platform(kv_update.IMPLEMENTATIONS), "pallas_kernels.programs:kv_update"),
+    Kernel("quant_matmul", _by_platform(quant_matmul.IMPLEMENTATIONS), "pallas_kernels.programs:quant_matmul"),
+    Kernel("grouped_matmul", _by_platform(grouped_matmul.IMPLEMENTATIONS), "pallas_kernels.programs:grouped_matmul"),
+    Kernel("sample", _by_platform(sample.IMPLEMENTATIONS), "pallas_kernels.programs:sample"),
 )
 
 

@@ -71,6 +71,7 @@ def attention(
 def kv_update(
     devices: Sequence[Any],
     *,
+    impl: str,
     num_kv_heads: int = 8,
     head_dim: int = 128,
     page_size: int = 16,
@@ -82,12 +83,12 @@ def kv_update(
     """A step's K and V into one layer's donated pool."""
 
     def step(pages: Any, keys: Any, values: Any, page_ids: Any, offsets: Any, kv_scales: Any) -> Any:
-        return update(pages, keys, values, page_ids, offsets, kv_scales=kv_scales)
+        return update(pages, keys, values, page_ids, offsets, kv_scales=kv_scales, impl=impl)
 
     shape = jax.ShapeDtypeStruct
     rows = shape((num_tokens, num_kv_heads, head_dim), dtype)
     arguments = (
-        shape((num_pages, num_kv_heads, page_size, 2 * head_dim), kv_dtype or dtype),
+        shape((num_pages, num_kv_heads, page_size, pool_width(impl, head_dim)), kv_dtype or dtype),
         rows,
         rows,
         shape((num_tokens,), jnp.int32),

@@ -8,7 +8,6 @@ change that is meant to move them, rewrite the record:
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 
 from pallas_kernels.aot import Job
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
-from tests.kernels.ladder.compiled import FIGURES, as_tpu, compile_all, job, recorded_figures, require
+from tests.kernels.ladder.compiled import as_tpu, compile_all, job, record_figures, recorded_figures, require
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +55,22 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 FEW = ("decodes", "head_dim 80", "head_dim 256", "int8 pages of 32", "float8 pages of 64")
 """For targets of which the whole list would tell little more."""
 
+UPDATES: dict[str, dict[str, Any]] = {
+    "decodes": {"num_tokens": 64},
+    "chunks": {"num_tokens": 2048, "page_size": 64},
+    "rows wider than K and V": {"head_dim": 80},
+    "float32": {"dtype": "float32", "head_dim": 256, "num_tokens": 1},
+    "pages of 8": {"page_size": 8},
+    **{f"int8 pages of {size}": {"page_size": size, "kv_dtype": "int8"} for size in (8, 16, 128)},
+    "float8 pages of 64": {"page_size": 64, "kv_dtype": "float8_e4m3fn"},
+}
+"""Settings of `kv_update`."""
+
 FIGURED = ("decodes", "chunks")
+
+
+def update(target: str, name: str) -> Job:
+    return job(target, "pallas_kernels.programs:kv_update", impl="tpu", **UPDATES[name])
 
 
 def attention(target: str, name: str) -> Job:
@@ -71,6 +85,16 @@ def test_every_configuration_compiles_and_copies_no_pool(target: str) -> None:
         assert not figures.error, f"{name} on {target}: {figures.error}"
         # Queries and outputs in the kernel's order, each at most 64 MiB here; a copy of the pool would be no less than 64.
         assert figures.temp_bytes < 96 * 2**20, f"{name} on {target} takes {figures.temp_bytes >> 20} MiB beside its arguments"
+
+
+@pytest.mark.parametrize("target", ["v5e", "v6e", "v5p", "tpu7x"])
+def test_every_update_compiles_in_place(target: str) -> None:
+    require(target)
+    names = list(UPDATES) if target in ("v5e", "v6e") else ["decodes", "int8 pages of 16"]
+    for name, figures in zip(names, compile_all([update(target, name) for name in names]), strict=True):
+        assert not figures.error, f"{name} on {target}: {figures.error}"
+        assert figures.alias_bytes >= 16 * 2**20, "the pool is not updated in place"
+        assert figures.temp_bytes < 16 * 2**20, f"{name} on {target} takes {figures.temp_bytes >> 20} MiB: a copy of the pool?"
 
 
 def test_what_does_not_fit_is_an_error_and_not_a_crash() -> None:
@@ -91,16 +115,23 @@ def test_what_does_not_fit_is_an_error_and_not_a_crash() -> None:
 def test_bundles_are_near_their_recorded_figures() -> None:
     for target in ("v5e", "v6e"):
         require(target)
-    names = [(target, name) for target in ("v5e", "v6e") for name in FIGURED]
+    jobs = {
+        f"{kernel}, {name}, {target}": (kernel, build(target, name))
+        for kernel, build in (("paged_attention", attention), ("kv_update", update))
+        for name in FIGURED
+        for target in ("v5e", "v6e")
+    }
     found = {}
-    for (target, name), figures in zip(names, compile_all([attention(*name) for name in names], dump=True), strict=True):
+    compiled = compile_all([job for _, job in jobs.values()], dump=True)
+    for (label, (kernel, _)), figures in zip(jobs.items(), compiled, strict=True):
         assert not figures.error, figures.error
-        found[f"paged_attention, {name}, {target}"] = {
-            "bundles": figures.bundles["paged_attention"],
-            "spills": figures.spills["paged_attention"],
+        # The largest of a kernel's programs, whose names may end in what it was fused with.
+        found[label] = {
+            "bundles": max(count for name, count in figures.bundles.items() if name.startswith(kernel)),
+            "spills": max(count for name, count in figures.spills.items() if name.startswith(kernel)),
         }
     if os.environ.get("JAXSERVE_WRITE_FIGURES"):
-        FIGURES.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+        record_figures(found)
     recorded = recorded_figures()
     assert recorded.keys() == found.keys()
     for name, figures in found.items():
