@@ -18,9 +18,9 @@ help: ## list what there is to make
 	@.ci/venv demo,dev
 	@touch $@ .venv/.installed-demo
 
-.venv/.installed-aot: pyproject.toml .ci/venv
-	@.ci/venv demo,dev,aot
-	@touch $@ .venv/.installed-dev .venv/.installed-demo
+.venv/.installed-aot: .venv/.installed-dev .ci/compilers
+	@$(BIN)/python .ci/compilers
+	@touch $@
 
 demo: .venv/.installed-demo ## install, then answer a few prompts with a small real model
 	$(BIN)/python -m jaxserve.offline --model $(MODEL) --demo

@@ -70,6 +70,8 @@ class EngineConfig:
         kv_memory: bytes for the KV pool, when `num_pages` is 0; 0 takes half of what is free, at most what
             `max_seqs` sequences of `max_context` can use.
         tensor_parallel: devices that share each layer.
+        attention: "auto" takes the fastest implementation that is proven on the platform; "xla", "tpu", "gpu" or "reference"
+            ask for one.
         overlap: dispatch step n+1 before the tokens of step n are read.
         compile_cache: directory of the persistent compilation cache; "" for the default under the user's cache folder.
     """
@@ -83,12 +85,15 @@ class EngineConfig:
     num_pages: int = 0
     kv_memory: int = 0
     tensor_parallel: int = 1
+    attention: str = "auto"
     overlap: bool = True
     compile_cache: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, found {self.dtype!r}")
+        if self.attention not in ("auto", "xla", "tpu", "gpu", "reference"):
+            raise ConfigError(f"attention must be auto, xla, tpu, gpu or reference, found {self.attention!r}")
         for name in ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")

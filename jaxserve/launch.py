@@ -166,7 +166,10 @@ def _choose_attention(engine: EngineConfig, model_config: ModelConfig, mesh: Mes
         dtype=dtype,
         kv_dtype=dtype,
     )
-    return choose(device.platform, device.device_kind, shape)
+    try:
+        return choose(device.platform, device.device_kind, shape, engine.attention)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_params(

@@ -1,8 +1,9 @@
 """Compile for accelerators that this machine does not have, in a process of its own, and read the compiler's figures.
 
-The compilers come as wheels: `libtpu` for TPUs, the CUDA plugin for GPUs (the extra `aot` installs both); without them
-`missing` says so. They read their settings when they are loaded and may abort the process on a bad program, so jobs run in a
-subprocess. Owns the targets and the jobs' protocol; what is compiled is the caller's.
+The compilers come as wheels: `libtpu` for TPUs, the CUDA plugin for GPUs, which the extra `aot` names; without them `missing`
+says so. They may lie in the environment, or in `COMPILERS` beside it: JAX asks what it finds in the environment for devices
+at each start, and complains where there are none. They read their settings when they are loaded and may abort the process on
+a bad program, so jobs run in a subprocess. Owns the targets and the jobs' protocol; what is compiled is the caller's.
 
 A job names a function `build(devices, **kwargs)` that returns what to compile: a jitted function and abstract arguments with
 shardings on those devices. What asks JAX for the kind of device while it is traced needs a mesh of them, as in `shard_map`.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_CHARS_OF_ERROR = 2000
+COMPILERS = Path(sys.prefix) / "compilers"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,36 +130,39 @@ class Figures:
 
 def missing(target: Target) -> str:
     """What has to be installed before `target` can be compiled for; empty where nothing is."""
-    module, package = ("libtpu", "libtpu") if target.platform == "tpu" else ("jax_plugins.xla_cuda13", "jax-cuda13-plugin")
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        found = False
-    return "" if found else f"{package} is not installed; the extra `aot` brings it"
+    is_tpu = target.platform == "tpu"
+    module, package = ("libtpu", "libtpu") if is_tpu else ("jax_plugins/xla_cuda13", "jax-cuda13-plugin")
+    found = any(Path(folder, module).is_dir() for folder in search_path())
+    return "" if found else f"{package} is not installed; the extra `aot` brings it, `make test` installs it in {COMPILERS}"
 
 
-def compile_jobs(jobs: Sequence[Job], *, search_path: Sequence[Path] = (), dump: bool = True) -> list[Figures]:
+def search_path() -> list[str]:
+    """`PYTHONPATH` of a process that may load the compilers."""
+    return [*filter(None, sys.path), str(COMPILERS)]
+
+
+def compile_jobs(jobs: Sequence[Job], *, builders: Sequence[Path] = (), dump: bool = True) -> list[Figures]:
     """Compile each job in a subprocess that runs at low priority, and return the figures in the same order.
 
     Args:
-        search_path: where the builders' modules are found, besides this process's own `sys.path`.
+        builders: where the builders' modules are found, besides this process's own `sys.path`.
         dump: whether to count bundles, which takes the compiler twice as long.
     """
     results: dict[int, Figures] = {}
     for platform in ("tpu", "cuda"):
         todo = [index for index, job in enumerate(jobs) if TARGETS[job.target].platform == platform]
         while todo:
-            done = _run_worker(platform, [jobs[index] for index in todo], search_path, dump)
+            done = _run_worker(platform, [jobs[index] for index in todo], builders, dump)
             results.update({index: Figures(**figures) for index, figures in zip(todo, done, strict=False)})
             todo = todo[len(done) :]
     return [results[index] for index in range(len(jobs))]
 
 
-def _run_worker(platform: str, jobs: Sequence[Job], search_path: Sequence[Path], dump: bool) -> list[dict[str, Any]]:
+def _run_worker(platform: str, jobs: Sequence[Job], builders: Sequence[Path], dump: bool) -> list[dict[str, Any]]:
     """Results of the jobs up to the first that killed the process, its error included."""
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ, **_environment(platform, Path(folder) if dump and platform == "tpu" else None))
-        environment["PYTHONPATH"] = os.pathsep.join([*map(str, search_path), *filter(None, sys.path)])
+        environment["PYTHONPATH"] = os.pathsep.join([*map(str, builders), *search_path()])
         process = subprocess.run(
             [sys.executable, "-m", "pallas_kernels.aot", folder],
             input="\n".join(json.dumps(dataclasses.asdict(job)) for job in jobs),

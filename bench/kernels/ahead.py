@@ -43,7 +43,7 @@ def compile_trial(trial: Trial, found: Target, files: Sequence[Path]) -> Figures
             "files": [str(path.resolve()) for path in files],
         },
     )
-    return compile_jobs([job], search_path=[ROOT])[0]
+    return compile_jobs([job], builders=[ROOT])[0]
 
 
 def build(

@@ -98,7 +98,7 @@ def schedule(
 
 def paged_attention(
     queries: Float[Array, "T N D"],
-    pages: Num[Array, "P K B 2*D"],
+    pages: Num[Array, "P K B width"],
     work: Any,
     *,
     scale: float,
@@ -111,7 +111,8 @@ def paged_attention(
 
     Args:
         queries: rotated queries; query head `n` reads KV head `n // (N // K)`.
-        pages: one layer's pool, in the layout of `impl`.
+        pages: one layer's pool, in the layout of `impl` and of width `choose.pool_width`, which is `2 * D` but for some
+            head dims on TPU.
         work: what `schedule` made of the step's rows for the same `impl`.
         scale: multiplies the scores.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` before they are masked.

@@ -5,7 +5,7 @@ Knows the kernels' limits by their own checks; knows no model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,39 +23,82 @@ class Shape:
     kv_dtype: Any
 
 
-def choose(platform: str, device_kind: str, shape: Shape) -> tuple[str, str]:
+def choose(platform: str, device_kind: str, shape: Shape, asked: str = "auto") -> tuple[str, str]:
     """Name of the implementation and the reason for it, in words for the log.
 
     Args:
         platform: as `jax.Device.platform` has it.
         device_kind: as `jax.Device.device_kind` has it.
+        asked: an implementation to take whatever the platform; "auto" leaves the choice here.
+
+    Raises:
+        ValueError: the implementation that was asked for does not take this model or does not run on this platform.
     """
+    if asked != "auto":
+        _check_asked(asked, platform, device_kind, shape)
+        return asked, "it was asked for"
     match platform:
         case "tpu":
             return _choose_tpu(device_kind, shape)
         case "cpu":
             return "xla", "on CPU plain XLA is the fast path"
         case "gpu" | "cuda":
-            return "xla", f"no kernel is chosen for GPUs yet, nor for {device_kind}"
+            return "xla", _not_gpu(device_kind, shape)
         case _:
             return "xla", f"no kernel is written for platform {platform}"
 
 
-def _choose_tpu(device_kind: str, shape: Shape) -> tuple[str, str]:
-    from pallas_kernels.paged_attention import tpu
+def _check_asked(asked: str, platform: str, device_kind: str, shape: Shape) -> None:
+    platforms = {"tpu": ("tpu",), "gpu": ("gpu", "cuda")}
+    if platform not in platforms.get(asked, (platform,)):
+        raise ValueError(f'attention "{asked}" does not run on platform {platform}; take "auto" or "xla"')
+    if asked == "tpu":
+        _check_tpu(shape)
+    elif asked == "gpu":
+        if not _is_hopper(device_kind):
+            raise ValueError(f'attention "gpu" is for Hopper, and this is {device_kind}; take "auto" or "xla"')
+        _check_gpu(shape)
 
+
+def _check_gpu(shape: Shape) -> None:
+    from pallas_kernels.paged_attention import gpu
+
+    has_scales = jnp.dtype(shape.kv_dtype) != jnp.dtype(shape.dtype)
+    gpu.check(**{field.name: getattr(shape, field.name) for field in fields(shape)}, has_scales=has_scales)
+
+
+def _is_hopper(device_kind: str) -> bool:
+    from pallas_kernels.paged_attention import gpu
+
+    return any(name in device_kind for name in gpu.HOPPER)
+
+
+def _not_gpu(device_kind: str, shape: Shape) -> str:
+    """Why no GPU has the kernel by default."""
+    from pallas_kernels.paged_attention import gpu
+
+    if not _is_hopper(device_kind):
+        return f"the GPU kernel is for Hopper ({', '.join(gpu.HOPPER)}), and this is {device_kind}"
     try:
-        tpu.check(
-            jnp.dtype(shape.dtype),
-            jnp.dtype(shape.kv_dtype),
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.page_size,
-        )
+        _check_gpu(shape)
+    except ValueError as error:
+        return f"the GPU kernel does not take this model: {error}"
+    return 'the GPU kernel has been compiled and interpreted but not yet run on a GPU; attention "gpu" asks for it'
+
+
+def _choose_tpu(device_kind: str, shape: Shape) -> tuple[str, str]:
+    try:
+        _check_tpu(shape)
     except ValueError as error:
         return "xla", f"the TPU kernel does not take this model: {error}"
     return "tpu", f"the Pallas kernel takes this model on {device_kind}"
+
+
+def _check_tpu(shape: Shape) -> None:
+    from pallas_kernels.paged_attention import tpu
+
+    dtypes = jnp.dtype(shape.dtype), jnp.dtype(shape.kv_dtype)
+    tpu.check(*dtypes, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
 
 
 def pool_width(impl: str, head_dim: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -90,29 +90,6 @@ def check(
             f"GPU attention: expected query heads in groups of at most {MAX_GROUP} to a KV head, "
             f"found {num_heads} for {num_kv_heads}; {use}"
         )
-
-
-class Choice(NamedTuple):
-    """An `impl` and, for the log, why it is that one."""
-
-    impl: str
-    reason: str
-
-
-def choose(device_kind: str, **of_model: Any) -> Choice:
-    """The implementation for an NVIDIA GPU.
-
-    Args:
-        device_kind: as `jax.Device.device_kind` has it.
-        of_model: arguments of `check`.
-    """
-    if not any(name in device_kind for name in HOPPER):
-        return Choice("xla", f"the GPU kernels are for Hopper ({', '.join(HOPPER)}), and this is {device_kind}")
-    try:
-        check(**of_model)
-    except ValueError as error:
-        return Choice("xla", str(error))
-    return Choice("gpu", f"Mosaic GPU kernels for Hopper, on {device_kind}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,16 +13,12 @@ from typing import Any
 
 import pytest
 
+from pallas_kernels.aot import search_path
 from tests.conftest import ROOT
-from tests.kernels.ladder.aot_gpu import CONFIGURATIONS, TARGET
+from tests.kernels.ladder.aot_gpu import CONFIGURATIONS
+from tests.kernels.ladder.compiled import require
 
-HAS_PLUGIN = importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
-)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not HAS_PLUGIN, reason="no CUDA plugin to compile with: install the extra `aot`"),
-]
+pytestmark = pytest.mark.slow
 
 MAX_REGISTERS = 168
 """A third of a multiprocessor's for each of three warpgroups; they divide them among themselves once they run."""
@@ -53,9 +49,11 @@ def kernels_in(log: str) -> list[Kernel]:
 @cache
 def compiled() -> dict[str, tuple[dict[str, Any], list[Kernel]]]:
     """All configurations, in one process."""
+    require("h200")
     names = list(CONFIGURATIONS)
     command = [sys.executable, "-m", "tests.kernels.ladder.aot_gpu", *names]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(search_path()))
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     found, log = {}, ""
     for line in result.stdout.splitlines():
         if line.startswith('{"name"'):
@@ -79,9 +77,3 @@ def test_compiles_for_h200(name: str) -> None:
         assert kernel.target == "sm_90a"
         assert kernel.registers <= MAX_REGISTERS
         assert kernel.spilled_bytes <= SPILLED_BYTES.get(name, 0), kernel
-
-
-def test_target_is_an_h200() -> None:
-    text = TARGET.read_text()
-    assert re.search(r"cuda_compute_capability \{ major: 9 minor: 0 \}", text)
-    assert "core_count: 132" in text

@@ -137,23 +137,3 @@ OF_MODEL: dict[str, Any] = {
 def test_refuses_what_it_cannot_do(change: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
         gpu.check(**OF_MODEL | change)
-    choice = gpu.choose("NVIDIA H200", **OF_MODEL | change)
-    assert choice.impl == "xla"
-    assert what in choice.reason
-
-
-@pytest.mark.parametrize(
-    ("kind", "impl"),
-    [
-        ("NVIDIA H200", "gpu"),
-        ("NVIDIA H100 80GB HBM3", "gpu"),
-        ("NVIDIA GH200 480GB", "gpu"),
-        ("NVIDIA A100-SXM4-80GB", "xla"),
-        ("NVIDIA B200", "xla"),
-        ("NVIDIA GeForce RTX 4090", "xla"),
-    ],
-)
-def test_choice_by_device(kind: str, impl: str) -> None:
-    choice = gpu.choose(kind, **OF_MODEL)
-    assert choice.impl == impl
-    assert kind in choice.reason

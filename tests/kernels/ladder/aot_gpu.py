@@ -11,14 +11,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-TARGET = Path(__file__).with_name("h200.txtpb")
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
 DECODES, DRAFTS, PROMPT = {"singles": 16}, {"chunks": 16, "chunk_tokens": 80}, {"chunks": 1, "chunk_tokens": 8192}
@@ -53,11 +50,11 @@ def compile_for_h200(function: Any, *args: Any) -> Any:
     import dataclasses
 
     import jax
-    from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-    topology: Any = topologies.get_topology_desc("h200", platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
-    placed = SingleDeviceSharding(topology.devices[0])
+    from pallas_kernels.aot import TARGETS, target_devices
+
+    placed = SingleDeviceSharding(target_devices(TARGETS["h200"], 1)[0])
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
     device: dict[str, Any] = {"device_kind": "NVIDIA H200", "num_cores": 132}
     if "platform" in {field.name for field in dataclasses.fields(AbstractDevice)}:  # since jax 0.12

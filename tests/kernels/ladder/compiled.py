@@ -41,7 +41,7 @@ def job(target: str, program: str, *, num_devices: int = 1, **kwargs: object) ->
 
 def compile_all(jobs: Sequence[Job], *, dump: bool = False) -> list[Figures]:
     """Figures of the jobs, which the ladder's subprocess compiles."""
-    return compile_jobs(jobs, search_path=[ROOT], dump=dump)
+    return compile_jobs(jobs, builders=[ROOT], dump=dump)
 
 
 def recorded_figures() -> dict[str, dict[str, int]]:

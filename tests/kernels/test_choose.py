@@ -1,0 +1,66 @@
+"""Which implementation a platform gets, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pallas_kernels.paged_attention.choose import Shape, choose
+
+SHAPE = Shape(num_heads=32, num_kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "impl", "word"),
+    [
+        ("cpu", "cpu", "xla", "CPU"),
+        ("tpu", "TPU v5 lite", "tpu", "TPU v5 lite"),
+        # Until it has run on one.
+        ("gpu", "NVIDIA H200", "xla", "not yet run"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "xla", "Hopper"),
+        ("gpu", "NVIDIA B200", "xla", "Hopper"),
+        ("rocm", "MI300", "xla", "rocm"),
+    ],
+)
+def test_by_platform(platform: str, kind: str, impl: str, word: str) -> None:
+    chosen, reason = choose(platform, kind, SHAPE)
+    assert chosen == impl
+    assert word in reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "kind"),
+    [
+        ("xla", "tpu", "TPU v6 lite"),
+        ("reference", "cpu", "cpu"),
+        ("gpu", "gpu", "NVIDIA H200"),
+        ("gpu", "cuda", "NVIDIA H100 80GB HBM3"),
+        ("gpu", "gpu", "NVIDIA GH200 480GB"),
+        ("tpu", "tpu", "TPU v5p"),
+    ],
+)
+def test_what_is_asked_for_is_taken(asked: str, platform: str, kind: str) -> None:
+    assert choose(platform, kind, SHAPE, asked) == (asked, "it was asked for")
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "kind", "change", "what"),
+    [
+        ("gpu", "cpu", "cpu", {}, "does not run on platform cpu"),
+        ("tpu", "gpu", "NVIDIA H200", {}, "does not run on platform gpu"),
+        ("gpu", "gpu", "NVIDIA A100-SXM4-80GB", {}, "A100"),
+        ("gpu", "gpu", "NVIDIA H200", {"dtype": "float32", "kv_dtype": "float32"}, "bfloat16"),
+        ("tpu", "tpu", "TPU v5 lite", {"page_size": 7}, "7"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(asked: str, platform: str, kind: str, change: dict[str, object], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        choose(platform, kind, dataclasses.replace(SHAPE, **change), asked)  # type: ignore[arg-type]
+
+
+def test_a_model_that_the_kernel_does_not_take_gets_xla_and_the_reason() -> None:
+    chosen, reason = choose("tpu", "TPU v5 lite", dataclasses.replace(SHAPE, page_size=7))
+    assert chosen == "xla"
+    assert "7" in reason
