@@ -40,7 +40,7 @@ MAX_TOKENS = 40
 NUM_REQUESTS, NUM_BEFORE_BASELINE, CONCURRENCY = 1000, 300, 32
 MAX_GROWTH_MIB = 30
 LIMITS = EngineConfig(max_seqs=12, max_step_tokens=64, prefill_chunk=32, max_context=192, page_size=8, num_pages=36)
-"""An eighth of the pages that twelve of the longest sequences want, so that some are preempted however fast the others leave."""
+"""An eighth of the pages that twelve of the longest sequences want: some are preempted, however fast the others leave."""
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
