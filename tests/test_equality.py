@@ -66,7 +66,7 @@ def test_order_and_number_of_slots_do_not_matter(
     assert_equal(alone, run(runner, [requests[index] for index in order], max_seqs=7, max_step_tokens=64).outputs)
 
 
-@pytest.mark.parametrize("chunk", [16, 64, 2048])
+@pytest.mark.parametrize("chunk", [16, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (64, 2048))])
 def test_chunks_of_any_size_give_the_same(
     runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], chunk: int
 ) -> None:
@@ -76,7 +76,7 @@ def test_chunks_of_any_size_give_the_same(
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
-@pytest.mark.parametrize("num_pages", [24, 78])
+@pytest.mark.parametrize("num_pages", [24, pytest.param(78, marks=pytest.mark.slow)])
 def test_preempted_sequences_give_the_same(runner: DeviceRunner, num_pages: int, overlap: bool) -> None:
     requests = mixed_requests(TEXT, max_prompt=24, min_output=30)
     alone = run_alone(runner, requests)

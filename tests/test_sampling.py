@@ -246,6 +246,7 @@ def test_a_wrong_distribution_would_be_seen(runner: DeviceRunner, logits: np.nda
         assert p_value(counts, exact(logits, **wrong)) < 1e-6, wrong
 
 
+@pytest.mark.slow
 def test_a_bias_moves_the_distribution(runner: DeviceRunner, logits: np.ndarray) -> None:
     moved = logits.copy()
     bias = {7: 1.5, 8: -2.0}

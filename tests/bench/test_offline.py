@@ -108,7 +108,7 @@ def test_a_peer_is_given_the_workload(tmp_path: Path) -> None:
     [
         ("raise SystemExit('out of memory')", "exit code 1(.|\n)*out of memory"),
         ("print('hello')", "no figures"),
-        ("import time; time.sleep(60)", "timed out"),
+        pytest.param("import time; time.sleep(60)", "timed out", marks=pytest.mark.slow),
     ],
 )
 def test_a_peer_that_fails_says_why(tmp_path: Path, script: str, message: str) -> None:

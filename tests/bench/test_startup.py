@@ -33,6 +33,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Non
     monkeypatch.setattr(sys, "executable", str(child))
 
 
+@pytest.mark.slow
 def test_the_second_start_finds_the_cache_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(tmp_path, monkeypatch, CHILD)
     cold, warm = startup.measure(ServeConfig(model="m"))

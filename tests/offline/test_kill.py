@@ -89,7 +89,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return runs.output.read_bytes()
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_killed_at_random_moments_it_gives_the_same_output(runs: Runs, unbroken: bytes, seed: int) -> None:
     write_work(runs)
     choice = random.Random(seed)
@@ -115,7 +116,7 @@ def test_killed_at_random_moments_it_gives_the_same_output(runs: Runs, unbroken:
     assert runs.output.read_bytes() == unbroken
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
 def test_a_signal_stops_it_and_says_how_to_carry_on(runs: Runs, unbroken: bytes, number: signal.Signals, code: int) -> None:
     write_work(runs)
     process = start(runs, runs.folder / "log1")

@@ -99,6 +99,7 @@ async def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
         assert not any("Traceback" in line for line in server.log), server.log
 
 
+@pytest.mark.slow
 async def test_draining_has_an_end() -> None:
     async with process("--step-seconds", "0.05", "--drain-seconds", "0.2") as server:
         await server.until_logged("ready")
@@ -115,6 +116,7 @@ async def test_draining_has_an_end() -> None:
         assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 async def test_a_second_signal_cuts_draining_short() -> None:
     async with process("--step-seconds", "0.05", "--drain-seconds", "60") as server:
         await server.until_logged("ready")
@@ -137,6 +139,7 @@ async def test_a_signal_while_loading_exits_0_at_once() -> None:
         assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 async def test_a_model_that_does_not_load_ends_the_process() -> None:
     async with process("--load-seconds", "0.2", "--fail") as server:
         assert await server.exit_code() == 1
