@@ -13,29 +13,11 @@ import numpy as np
 from bench.device.measure import Row, off_gpu
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.paged_attention import reference as definition
-from pallas_kernels.paged_attention.cases import CASES, Case, Inputs, make_inputs, real_tokens
+from pallas_kernels.paged_attention.cases import CASES, Case, Inputs, attend, make_inputs, plan, real_tokens
 
 
 def _attention(implementation: Any, inputs: Inputs, **options: Any) -> jax.Array:
-    work = implementation.schedule(
-        inputs.block_table,
-        inputs.row_offsets,
-        inputs.lengths,
-        num_tokens=inputs.queries.shape[0],
-        num_single=inputs.num_single,
-        page_size=inputs.pages.shape[2],
-        window=inputs.window,
-    )
-    return implementation.paged_attention(
-        inputs.queries,
-        inputs.pages,
-        work,
-        scale=inputs.queries.shape[-1] ** -0.5,
-        soft_cap=inputs.soft_cap,
-        sinks=inputs.sinks,
-        kv_scales=inputs.kv_scales,
-        **options,
-    )
+    return attend(implementation, inputs, plan(implementation, inputs), **options)
 
 
 def hardware_cases() -> list[Case]:

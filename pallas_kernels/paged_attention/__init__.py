@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.late import late
 from pallas_kernels.page_layout import Layout
 from pallas_kernels.paged_attention import reference, xla
 
@@ -37,15 +37,7 @@ class Implementation:
 
 
 def _kernel(name: str) -> Implementation:
-    """A module that is imported when first used: a kernel's needs are not everybody's."""
-
-    def call(function: str) -> Callable[..., Any]:
-        def late(*args: Any, **kwargs: Any) -> Any:
-            return getattr(import_module(f"{__name__}.{name}"), function)(*args, **kwargs)
-
-        return late
-
-    return Implementation(call("schedule"), call("paged_attention"))
+    return Implementation(late(f"{__name__}.{name}", "schedule"), late(f"{__name__}.{name}", "paged_attention"))
 
 
 IMPLEMENTATIONS = {

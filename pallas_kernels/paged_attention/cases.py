@@ -7,6 +7,7 @@ past a row's end, pages in no order. Knows no implementation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -182,3 +183,31 @@ def real_tokens(inputs: Inputs) -> np.ndarray:
     for row, length in enumerate(lengths):
         real[offsets[row] : offsets[row + 1]] = length > 0
     return real
+
+
+def plan(implementation: Any, inputs: Inputs, **options: Any) -> Any:
+    """The step's work, as `implementation.schedule` lays it out: a module's or an `Implementation`'s."""
+    return implementation.schedule(
+        inputs.block_table,
+        inputs.row_offsets,
+        inputs.lengths,
+        num_tokens=inputs.queries.shape[0],
+        num_single=inputs.num_single,
+        page_size=inputs.pages.shape[2],
+        window=inputs.window,
+        **options,
+    )
+
+
+def attend(implementation: Any, inputs: Inputs, work: Any, **options: Any) -> Float[Array, "T N D"]:
+    """Outputs of `implementation.paged_attention`, for inputs whose pages are in its layout and for their `work`."""
+    return implementation.paged_attention(
+        inputs.queries,
+        inputs.pages,
+        work,
+        scale=inputs.queries.shape[-1] ** -0.5,
+        soft_cap=inputs.soft_cap,
+        sinks=inputs.sinks,
+        kv_scales=inputs.kv_scales,
+        **options,
+    )

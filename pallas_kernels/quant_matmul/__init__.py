@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from jaxtyping import Array, Float
 
+from pallas_kernels.late import late
 from pallas_kernels.quant_matmul import reference, xla
 from pallas_kernels.quant_matmul.weights import QuantActivations, QuantWeights, quantize_activations, quantize_weights
 
@@ -43,15 +43,7 @@ class Implementation:
 
 
 def _kernel(name: str) -> Implementation:
-    """A module that is imported when first used: a kernel's needs are not everybody's."""
-
-    def call(function: str) -> Callable[..., Any]:
-        def late(*args: Any, **kwargs: Any) -> Any:
-            return getattr(import_module(f"{__name__}.{name}"), function)(*args, **kwargs)
-
-        return late
-
-    return Implementation(call("lay_out"), call("quant_matmul"))
+    return Implementation(late(f"{__name__}.{name}", "lay_out"), late(f"{__name__}.{name}", "quant_matmul"))
 
 
 IMPLEMENTATIONS = {

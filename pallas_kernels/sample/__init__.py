@@ -12,24 +12,18 @@ row's uniform number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.late import late
 from pallas_kernels.sample import reference, xla
 
-
-def _kernel(name: str) -> Callable[..., Any]:
-    """A module that is imported when first used: a kernel's needs are not everybody's."""
-
-    def late(*args: Any, **kwargs: Any) -> Any:
-        return import_module(f"{__name__}.{name}").draw(*args, **kwargs)
-
-    return late
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"reference": reference.draw, "xla": xla.draw, "tpu": _kernel("tpu")}
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "reference": reference.draw,
+    "xla": xla.draw,
+    "tpu": late(f"{__name__}.tpu", "draw"),
+}
 """By name. An experiment adds its own in one line; "reference" is the definition, "xla" serves CPU and GPU, where there is no
 kernel: the logits stay in the caches that it passes over."""
 

@@ -18,7 +18,7 @@ import pytest
 from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
 from pallas_kernels.paged_attention import gpu, reference
-from pallas_kernels.paged_attention.cases import CASES, Case, Inputs, make_inputs, owned_pages, real_tokens
+from pallas_kernels.paged_attention.cases import CASES, Case, Inputs, attend, make_inputs, owned_pages, plan, real_tokens
 
 # What the interpreter's numpy says of queries that a block lacks, and of keys past a row's end.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -59,28 +59,10 @@ SLOW = (
 def attention(implementation: Any, **options: Any) -> Callable[[Inputs], jax.Array]:
     """A jitted function of inputs."""
 
-    def attend(inputs: Inputs) -> jax.Array:
-        work = implementation.schedule(
-            inputs.block_table,
-            inputs.row_offsets,
-            inputs.lengths,
-            num_tokens=inputs.queries.shape[0],
-            num_single=inputs.num_single,
-            page_size=inputs.pages.shape[2],
-            window=inputs.window,
-        )
-        return implementation.paged_attention(
-            inputs.queries,
-            inputs.pages,
-            work,
-            scale=inputs.queries.shape[-1] ** -0.5,
-            soft_cap=inputs.soft_cap,
-            sinks=inputs.sinks,
-            kv_scales=inputs.kv_scales,
-            **options,
-        ).astype(jnp.float32)
+    def attention_of(inputs: Inputs) -> jax.Array:
+        return attend(implementation, inputs, plan(implementation, inputs), **options).astype(jnp.float32)
 
-    return jax.jit(attend)
+    return jax.jit(attention_of)
 
 
 def spoiled(inputs: Inputs) -> Inputs:

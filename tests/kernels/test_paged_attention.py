@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pallas_kernels import paged_attention as package
 from pallas_kernels.page_layout import from_rows
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, schedule, xla
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, cases, paged_attention, xla
 from pallas_kernels.paged_attention.cases import CASES, Case, Inputs, make_inputs, owned_pages, real_tokens
 from tests.cached import CACHED
 
@@ -35,31 +36,15 @@ SOME_QUICK = [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.
 
 
 def plan(inputs: Inputs, impl: str) -> Any:
-    """The step's work, as `schedule` lays it out."""
-    return schedule(
-        inputs.block_table,
-        inputs.row_offsets,
-        inputs.lengths,
-        num_tokens=inputs.queries.shape[0],
-        num_single=inputs.num_single,
-        page_size=inputs.pages.shape[2],
-        window=inputs.window,
-        impl=impl,
-    )
+    """The step's work, as the package's `schedule` lays it out."""
+    return cases.plan(package, inputs, impl=impl)
 
 
 @partial(jax.jit, static_argnames="impl")
 def _attend(inputs: Inputs, impl: str) -> jax.Array:
-    return paged_attention(
-        inputs.queries,
-        from_rows(inputs.pages, IMPLEMENTATIONS[impl].layout),
-        plan(inputs, impl),
-        scale=inputs.queries.shape[-1] ** -0.5,
-        soft_cap=inputs.soft_cap,
-        sinks=inputs.sinks,
-        kv_scales=inputs.kv_scales,
-        impl=impl,
-    )
+    pages = from_rows(inputs.pages, IMPLEMENTATIONS[impl].layout)
+    laid_out = inputs.replace(pages=pages)  # type: ignore[attr-defined]
+    return cases.attend(package, laid_out, plan(inputs, impl), impl=impl)
 
 
 def attend(inputs: Inputs, impl: str) -> np.ndarray:

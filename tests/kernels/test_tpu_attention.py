@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, schedule, tpu_kernel
+from pallas_kernels import paged_attention as package
+from pallas_kernels.paged_attention import cases, paged_attention, tpu_kernel
 from pallas_kernels.paged_attention.cases import CASES, Case, Inputs, make_inputs, owned_pages, real_tokens
 from pallas_kernels.paged_attention.tpu_kernel import pool_width
 from tests.kernels.ladder.interpret import DMA_MODES, run_interpreted
@@ -33,35 +34,18 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(inputs: Inputs, impl: str) -> Any:
-    """The step's work, as `schedule` lays it out."""
-    return schedule(
-        inputs.block_table,
-        inputs.row_offsets,
-        inputs.lengths,
-        num_tokens=inputs.queries.shape[0],
-        num_single=inputs.num_single,
-        page_size=inputs.pages.shape[2],
-        window=inputs.window,
-        impl=impl,
-    )
+    """The step's work, as the package's `schedule` lays it out."""
+    return cases.plan(package, inputs, impl=impl)
 
 
 def attend(inputs: Inputs, impl: str) -> jax.Array:
     """Outputs in float32, [T, N, D]."""
-    pages = inputs.pages
+    work = plan(inputs, impl)
     if impl == "tpu":  # lanes past K and V are nobody's, and may hold anything
-        nobodys = pool_width(inputs.queries.shape[2]) - pages.shape[3]
+        pages, nobodys = inputs.pages, pool_width(inputs.queries.shape[2]) - inputs.pages.shape[3]
         pages = jnp.concatenate([pages, jnp.full((*pages.shape[:3], nobodys), 7, pages.dtype)], axis=3)
-    out = IMPLEMENTATIONS[impl].paged_attention(
-        inputs.queries,
-        pages,
-        plan(inputs, impl),
-        scale=inputs.queries.shape[-1] ** -0.5,
-        soft_cap=inputs.soft_cap,
-        sinks=inputs.sinks,
-        kv_scales=inputs.kv_scales,
-    )
-    return out.astype(jnp.float32)
+        inputs = inputs.replace(pages=pages)  # type: ignore[attr-defined]
+    return cases.attend(package, inputs, work, impl=impl).astype(jnp.float32)
 
 
 expected_of = jax.jit(partial(attend, impl="reference"))
@@ -234,7 +218,7 @@ def test_a_pool_of_another_width_is_refused() -> None:
 
 def test_a_table_that_scalar_memory_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="256 rows of 1024 pages of 16 tokens take 1048576 bytes of scalar memory"):
-        schedule(
+        package.schedule(
             jnp.zeros((256, 1024), jnp.int32),
             jnp.arange(257),
             jnp.ones(256, jnp.int32),
