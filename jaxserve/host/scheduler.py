@@ -21,16 +21,13 @@ import random
 from collections import deque
 
 from jaxserve.errors import ConfigError, InvalidRequest
-from jaxserve.host.admission import output_limit, validate
+from jaxserve.host import integrity
+from jaxserve.host.admission import validate
 from jaxserve.host.pages import PagePool
+from jaxserve.host.rows import importance, make_row, new_sequence, reason_to_finish
 from jaxserve.host.waiting import WaitingQueue
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult
 from jaxserve.request import FinishReason, Request, Sequence, TokenEvent, TokenLogprobs
-
-
-def _importance(seq: Sequence) -> tuple[int, int]:
-    """Sorts the most important first: lower `priority`, then earlier arrival."""
-    return seq.request.priority, seq.seq_id
 
 
 class Scheduler:
@@ -107,17 +104,8 @@ class Scheduler:
         validate(request, self._limits)
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id!r} is live already; ids must be unique", param="request_id")
-        params = request.params
-        max_output = output_limit(request, self._limits)
-        seq = Sequence(
-            self._next_seq_id,
-            request,
-            list(request.prompt),
-            max_output,
-            seed=(self._random.getrandbits(64) if params.seed is None else params.seed) % 2**64,
-            stop_ids=params.stop_token_ids if params.ignore_eos else (*self._eos_token_ids, *params.stop_token_ids),
-            max_positions=len(request.prompt) + max_output - 1,
-        )
+        drawn_seed = self._random.getrandbits(64) if request.params.seed is None else request.params.seed
+        seq = new_sequence(request, self._next_seq_id, self._limits, self._eos_token_ids, seed=drawn_seed)
         self._next_seq_id += 1
         self._live[request.request_id] = seq
         self._waiting.push(seq)
@@ -164,7 +152,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         """Take slot and pages from a running sequence."""
         assert seq.slot is not None
-        del self._running[bisect.bisect_left(self._running, _importance(seq), key=_importance)]
+        del self._running[bisect.bisect_left(self._running, importance(seq), key=importance)]
         self._free_slots.append(seq.slot)
         seq.slot = None
         self._pool.release(seq.pages)
@@ -212,7 +200,7 @@ class Scheduler:
             if not self._grow(seq, seq.planned + count):
                 break
             seqs.append(seq)
-            rows.append(self._make_row(seq, count, fresh=False))
+            rows.append(make_row(seq, count, fresh=False))
         return budget
 
     def _count_decodes(self) -> int:
@@ -249,13 +237,13 @@ class Scheduler:
                 return
             self._waiting.pop()
             seq.slot = self._free_slots.pop()
-            bisect.insort(self._running, seq, key=_importance)
+            bisect.insort(self._running, seq, key=importance)
             count = min(len(seq.tokens), self._prefill_chunk, budget)
             budget -= count
             self._grow(seq, count)
             promised += self._pages_soon(seq)
             seqs.append(seq)
-            rows.append(self._make_row(seq, count, fresh=True))
+            rows.append(make_row(seq, count, fresh=True))
             seq = self._waiting.peek()
 
     def _pages_soon(self, seq: Sequence) -> int:
@@ -263,24 +251,6 @@ class Scheduler:
         size = self._limits.page_size
         num_positions = min(len(seq.tokens) + seq.in_flight + size, seq.max_positions)
         return -(-num_positions // size) - len(seq.pages)
-
-    @staticmethod
-    def _make_row(seq: Sequence, count: int, *, fresh: bool) -> PlanRow:
-        """The row for the next `count` tokens, whose pages are there; moves the planned cursor."""
-        start = seq.planned
-        end = start + count
-        sample = end == len(seq.tokens) + seq.in_flight
-        tokens = tuple(seq.tokens[start:end])
-        seq.planned = end
-        seq.rows_in_flight += 1
-        if sample:
-            seq.in_flight += 1
-        request = seq.request
-        assert seq.slot is not None
-        return PlanRow(
-            seq.seq_id, seq.slot, start, count, tokens, seq.pages, sample,
-            len(request.prompt), request.params, seq.seed, seq.stop_ids, fresh,
-        )  # fmt: skip
 
     # A step ends.
 
@@ -303,56 +273,18 @@ class Scheduler:
 
     def _commit_token(self, seq: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...]) -> TokenEvent:
         seq.tokens.append(token)
-        request = seq.request
-        num_prompt = len(request.prompt)
-        num_output = len(seq.tokens) - num_prompt
-        reason = None
-        if token in seq.stop_ids and num_output > request.params.min_tokens:
-            reason = FinishReason.STOP
-        elif num_output == seq.max_output:
-            reason = FinishReason.LENGTH
+        reason = reason_to_finish(seq)
         if reason is not None:
             self._finish(seq, reason)
-        return TokenEvent(request.request_id, (token,), logprobs, reason, num_prompt, num_output)
+        return TokenEvent(seq.request.request_id, (token,), logprobs, reason, seq.num_prompt, seq.num_output)
 
     def check_integrity(self) -> None:
         """Assert everything that holds between any two calls. O(everything): for tests and idle moments."""
         self._waiting.check_integrity()
         self._pool.check_integrity(seq.pages for seq in self._running)
-        order = [_importance(seq) for seq in self._running]
-        assert order == sorted(order), f"running sequences are out of order: {order}"
         slots = self._free_slots + [seq.slot for seq in self._running if seq.slot is not None]
         assert sorted(slots) == list(range(self._limits.max_seqs)), f"slots are not each free or held once: {slots}"
-        found = sorted([seq.seq_id for seq in [*self._running, *self._waiting]])
-        live = sorted(seq.seq_id for seq in self._live.values())
-        assert found == live, f"sequences {live} are live, those that run or wait are {found}"
-        for seq in self._running:
-            self._check_running(seq)
-        for seq in self._waiting:
-            holds = seq.slot, seq.pages, seq.planned, seq.computed
-            assert holds == (None, [], 0, 0), f"sequence {seq.seq_id} waits, yet has (slot, pages, planned, computed) {holds}"
-        self._check_in_flight()
-
-    def _check_running(self, seq: Sequence) -> None:
-        where = f"sequence {seq.seq_id}"
-        assert seq.finish_reason is None, f"{where} has finished, yet runs"
-        assert 0 <= seq.computed <= seq.planned <= min(seq.num_tokens, seq.max_positions), (
-            f"{where}: cursors out of order: {seq}"
-        )
-        pages = -(-seq.planned // self._limits.page_size)
-        assert len(seq.pages) == pages, f"{where}: {len(seq.pages)} pages for {seq.planned} positions"
-
-    def _check_in_flight(self) -> None:
-        rows: dict[Sequence, int] = {}
-        samples: dict[Sequence, int] = {}
-        for plan, seqs in self._in_flight:
-            for seq, row in zip(seqs, plan.rows, strict=True):
-                rows[seq] = rows.get(seq, 0) + 1
-                samples[seq] = samples.get(seq, 0) + row.sample
-        for seq in self._live.values():
-            where = f"sequence {seq.seq_id}"
-            assert seq.rows_in_flight == rows.get(seq, 0), (
-                f"{where}: {seq.rows_in_flight} rows in flight, found {rows.get(seq)}"
-            )
-            assert seq.in_flight == samples.get(seq, 0), f"{where}: {seq.in_flight} tokens in flight, found {samples.get(seq)}"
-            assert seq.num_output < seq.max_output, f"{where} has all its output, yet goes on"
+        integrity.check_everyone_is_somewhere(self._live.values(), self._running, list(self._waiting))
+        integrity.check_running(self._running, self._limits.page_size)
+        integrity.check_waiting(self._waiting)
+        integrity.check_in_flight(self._live.values(), self._in_flight)
