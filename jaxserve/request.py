@@ -15,12 +15,17 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 16
 
+INTERACTIVE_PRIORITY = 0
+BATCH_PRIORITY = 10
+"""Requests at this priority or a less urgent one fill what others leave; no time to the first token is kept for them."""
+
 
 class FinishReason(enum.StrEnum):
     """Why a sequence ended, in the words that the OpenAI API uses where it has one."""
 
     STOP = "stop"
     LENGTH = "length"
+    TIMEOUT = "timeout"
     ABORT = "abort"
     ERROR = "error"
 
@@ -134,13 +139,27 @@ class Request:
         request_id: unique among live requests.
         prompt: token ids, at least one.
         params: see `SamplingParams`.
-        priority: lower runs first and is preempted last.
+        priority: lower runs first and is preempted last, for the sake of which a higher one loses its slot and pages.
+        tenant: whose share of the engine it uses: the label of an API key, or "".
+        weight: the tenant's share against other tenants' while both have requests waiting.
+        deadline: seconds on the scheduler's clock at which it ends, finished or not; None for never. Earlier ones of a
+            tenant run first.
+
+    Raises:
+        InvalidRequest: a weight that is not above 0, or a deadline that is no time.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
-    priority: int = 0
+    priority: int = INTERACTIVE_PRIORITY
+    tenant: str = ""
+    weight: float = 1.0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(0.0 < self.weight < math.inf, "weight", "above 0", self.weight)
+        _require(self.deadline is None or math.isfinite(self.deadline), "deadline", "a finite time or None", self.deadline)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +182,8 @@ class Sequence:
         seed: the request's, or one that the scheduler drew; 64 bits, unsigned.
         stop_ids: token ids that end it.
         max_positions: positions whose KV it may ever need; one less than its tokens may be, since nothing follows the last.
+        turn: its place among all that ever ran, which it keeps when it is preempted; -1 before it first runs.
+        charged: leading positions that its tenant has been charged for; a replay is not charged again.
     """
 
     seq_id: int
@@ -180,6 +201,8 @@ class Sequence:
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     max_positions: int = 0
+    turn: int = -1
+    charged: int = 0
 
     @property
     def num_prompt(self) -> int:

@@ -105,10 +105,13 @@ class EngineCore:
         return self._scheduler.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """Plan and submit one step if there is something to plan; collect and commit the oldest if it is time to.
+        """End what is overdue; plan and submit one step if there is something to plan; collect the oldest if it is time to.
 
-        With overlap the first call only submits, so it gives no events. Never blocks when `has_work` is False.
+        With overlap the first call only submits, so it gives no tokens. Never blocks when `has_work` is False.
         """
+        return self._scheduler.expire() + self._run_step()
+
+    def _run_step(self) -> list[TokenEvent]:
         started = time.perf_counter()
         plan = self._scheduler.plan()
         if plan is not None:

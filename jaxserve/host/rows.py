@@ -11,8 +11,8 @@ from jaxserve.request import FinishReason, Request, Sequence
 
 
 def importance(seq: Sequence) -> tuple[int, int]:
-    """Sorts the most important first: lower `priority`, then earlier arrival."""
-    return seq.request.priority, seq.seq_id
+    """Sorts sequences that have run, the most important first: lower `priority`, then the earlier to run first."""
+    return seq.request.priority, seq.turn
 
 
 def new_sequence(

@@ -18,11 +18,15 @@ from __future__ import annotations
 
 import bisect
 import random
+import time
 from collections import deque
+from collections.abc import Callable
 
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.host import integrity
 from jaxserve.host.admission import validate
+from jaxserve.host.fair import deadline_order
+from jaxserve.host.heap import SequenceHeap
 from jaxserve.host.pages import PagePool
 from jaxserve.host.rows import importance, make_row, new_sequence, reason_to_finish
 from jaxserve.host.waiting import WaitingQueue
@@ -40,6 +44,7 @@ class Scheduler:
         prefill_chunk: tokens of one sequence in a step at most.
         eos_token_ids: ids that end every sequence which does not ignore them.
         seed: of the generator that draws seeds for requests without one; None for one that the system seeds.
+        clock: seconds, on which requests' deadlines are.
 
     Raises:
         ConfigError: `limits` or `prefill_chunk` cannot make progress.
@@ -52,6 +57,7 @@ class Scheduler:
         prefill_chunk: int,
         eos_token_ids: tuple[int, ...] = (),
         seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be at least 1, found {prefill_chunk}")
@@ -64,11 +70,13 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self._eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
+        self._clock = clock
         self._pool = PagePool(limits.num_pages)
         self._free_slots = list(range(limits.max_seqs - 1, -1, -1))
         self._live: dict[str, Sequence] = {}
         self._running: list[Sequence] = []  # the most important first
         self._waiting = WaitingQueue()
+        self._expiring = SequenceHeap(deadline_order)  # those with a deadline
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._next_seq_id = 0
         self._next_step_id = 0
@@ -109,12 +117,21 @@ class Scheduler:
         self._next_seq_id += 1
         self._live[request.request_id] = seq
         self._waiting.push(seq)
+        if request.deadline is not None:
+            self._expiring.push(seq)
         return seq
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """End a request now; its last event, or None when no such request is live."""
         seq = self._live.get(request_id)
         return None if seq is None else self._end(seq, FinishReason.ABORT)
+
+    def expire(self) -> list[TokenEvent]:
+        """End every request whose deadline has come, waiting or running, with TIMEOUT; their last events."""
+        events = []
+        while (seq := self._expiring.peek()) is not None and deadline_order(seq)[0] <= self._clock():
+            events.append(self._end(seq, FinishReason.TIMEOUT))
+        return events
 
     def fail_in_flight(self) -> list[TokenEvent]:
         """Give up every plan in flight, of which nothing is known any more, nor of anything that the device held.
@@ -144,6 +161,8 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
         del self._live[seq.request.request_id]
+        if seq.request.deadline is not None:
+            self._expiring.discard(seq)
         if seq.slot is None:
             self._waiting.discard(seq)
         else:
@@ -201,7 +220,15 @@ class Scheduler:
                 break
             seqs.append(seq)
             rows.append(make_row(seq, count, fresh=False))
+            self._charge(seq, rows[-1].start)
         return budget
+
+    def _charge(self, seq: Sequence, start: int) -> None:
+        """Count positions from `start` on, just planned, to the tenant's share; a replay after a preemption is free."""
+        start = max(start, seq.charged)
+        if seq.planned > start:
+            self._waiting.charge(seq, seq.planned - start)
+            seq.charged = seq.planned
 
     def _count_decodes(self) -> int:
         """Running sequences that lack one token: their share of the budget comes before that of any chunk."""
@@ -244,6 +271,7 @@ class Scheduler:
             promised += self._pages_soon(seq)
             seqs.append(seq)
             rows.append(make_row(seq, count, fresh=True))
+            self._charge(seq, rows[-1].start)
             seq = self._waiting.peek()
 
     def _pages_soon(self, seq: Sequence) -> int:
@@ -281,6 +309,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert everything that holds between any two calls. O(everything): for tests and idle moments."""
         self._waiting.check_integrity()
+        self._expiring.check_integrity()
         self._pool.check_integrity(seq.pages for seq in self._running)
         slots = self._free_slots + [seq.slot for seq in self._running if seq.slot is not None]
         assert sorted(slots) == list(range(self._limits.max_seqs)), f"slots are not each free or held once: {slots}"

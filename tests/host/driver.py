@@ -18,11 +18,25 @@ def make_limits(**changes: int) -> RunnerLimits:
     return RunnerLimits(**{**values, **changes})
 
 
-def make_request(request_id: str = "a", num_prompt: int = 4, *, priority: int = 0, **params: Any) -> Request:
+def make_request(
+    request_id: str = "a",
+    num_prompt: int = 4,
+    *,
+    priority: int = 0,
+    tenant: str = "",
+    weight: float = 1.0,
+    deadline: float | None = None,
+    **params: Any,
+) -> Request:
     """A request with the prompt 1, 2, ... and `params`; greedy unless they say otherwise."""
-    prompt = tuple(1 + i % 40 for i in range(num_prompt))
     return Request(
-        request_id=request_id, prompt=prompt, params=SamplingParams(**{"temperature": 0.0, **params}), priority=priority
+        request_id=request_id,
+        prompt=tuple(1 + i % 40 for i in range(num_prompt)),
+        params=SamplingParams(**{"temperature": 0.0, **params}),
+        priority=priority,
+        tenant=tenant,
+        weight=weight,
+        deadline=deadline,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,8 +67,9 @@ class Tracked:
         return bool(self.events) and self.events[-1].finish_reason is not None
 
 
-def importance(seq: Sequence) -> tuple[int, int]:
-    return seq.request.priority, seq.seq_id
+def importance(seq: Sequence) -> tuple[int, float, int]:
+    """Of one tenant's: lower priority, then the earlier turn, then those that never ran by arrival."""
+    return seq.request.priority, math.inf if seq.turn < 0 else seq.turn, seq.seq_id
 
 
 class SchedulerMachine(RuleBasedStateMachine):
