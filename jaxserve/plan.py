@@ -26,6 +26,7 @@ class PlanRow:
         seed: 64 bits; with the position it determines the random draw.
         stop_ids: ids that `min_tokens` forbids (end of sequence and stop tokens).
         fresh: first row since the sequence took this slot; per-slot state is initialised from `params`.
+        history: of a fresh row that starts after others' cached tokens, those tokens: ids of positions `[0, start)`.
     """
 
     seq_id: int
@@ -40,14 +41,21 @@ class PlanRow:
     seed: int
     stop_ids: tuple[int, ...]
     fresh: bool
+    history: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows of one step; at most `max_seqs` rows and `max_step_tokens` tokens."""
+    """Rows of one step; at most `max_seqs` rows and `max_step_tokens` tokens.
+
+    Attributes:
+        copies: (source, destination) pages, at most `max_seqs`. They are copied whole, in this order, before any row writes.
+            The source was written by earlier steps only.
+    """
 
     step_id: int
     rows: tuple[PlanRow, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

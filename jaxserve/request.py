@@ -144,6 +144,7 @@ class Request:
         weight: the tenant's share against other tenants' while both have requests waiting.
         deadline: seconds on the scheduler's clock at which it ends, finished or not; None for never. Earlier ones of a
             tenant run first.
+        cache_salt: whose cached prefixes it may use and add to: those of requests with the same one, and no others.
 
     Raises:
         InvalidRequest: a weight that is not above 0, or a deadline that is no time.
@@ -156,6 +157,7 @@ class Request:
     tenant: str = ""
     weight: float = 1.0
     deadline: float | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         _require(0.0 < self.weight < math.inf, "weight", "above 0", self.weight)
@@ -183,6 +185,9 @@ class Sequence:
         stop_ids: token ids that end it.
         max_positions: positions whose KV it may ever need; one less than its tokens may be, since nothing follows the last.
         turn: its place among all that ever ran, which it keeps when it is preempted; -1 before it first runs.
+        num_shared: leading pages that lie in the prefix tree.
+        dispatched: leading positions that plans before the newest compute, or that were cached.
+        cached: prompt tokens that it did not compute when it first ran; None before.
         charged: leading positions that its tenant has been charged for; a replay is not charged again.
     """
 
@@ -202,6 +207,9 @@ class Sequence:
     stop_ids: tuple[int, ...] = ()
     max_positions: int = 0
     turn: int = -1
+    num_shared: int = 0
+    dispatched: int = 0
+    cached: int | None = None
     charged: int = 0
 
     @property
@@ -236,6 +244,7 @@ class TokenEvent:
         logprobs: one entry per token if the request asked, else empty.
         finish_reason: None while it goes on. A stop token that ended the sequence is part of `tokens`.
         num_prompt, num_output: totals so far, for usage.
+        num_cached: prompt tokens that were cached and not computed.
     """
 
     request_id: str
@@ -244,3 +253,4 @@ class TokenEvent:
     finish_reason: FinishReason | None
     num_prompt: int
     num_output: int
+    num_cached: int = 0

@@ -1,0 +1,321 @@
+"""KV pages for sequences: which ones each holds, and which it shares because their prefix has been computed before.
+
+Owns the pool, the prefix tree and what ties them to sequences' block tables. Does not know slots, budgets or order: the
+scheduler says when a sequence opens, grows and closes.
+
+What makes sharing safe is the scheduler's invariant that steps run in the order of their plans:
+
+- A page enters the tree once all its tokens are known here and an *earlier* plan computes them. Whoever finds it is in a
+  later plan, so it is read after it was written; a failed step ends with `clear`, since the pool may be lost.
+- A row writes only positions that its sequence has not dispatched, and these are in pages of its own: full pages are shared,
+  the page that a sequence writes never is. Where it starts in the middle of a page that others hold, it gets a copy.
+- Whoever references a page of the tree references all pages before it. Two sequences that compute the same page at once
+  would break that, so the second to finish gives up its own for the first's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from jaxserve.host.pages import PagePool
+from jaxserve.host.prefix import Node, PrefixTree, take_waiters
+from jaxserve.host.rows import importance
+from jaxserve.request import Sequence
+
+MAX_CANDIDATES = 4
+"""Pages, the newest first, that are looked at for one that agrees with the beginning of a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a sequence that is about to run need not compute.
+
+    Attributes:
+        nodes: full pages, in order.
+        num_idle: how many of them count as free until they are taken.
+        copied: a further page that agrees in its first `num_copied` tokens; None for none.
+        computing: the last page of its prefix that a more important sequence computes now, for which it had better wait.
+    """
+
+    nodes: tuple[Node, ...] = ()
+    num_idle: int = 0
+    copied: int | None = None
+    num_copied: int = 0
+    computing: Node | None = None
+
+
+NOTHING = Found()
+
+
+class Memory:
+    """The pool and, if `tree` is given, the prefixes in it.
+
+    Attributes:
+        num_asked_tokens, num_hit_tokens: prompt tokens of sequences that ran, and how many of them were found.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, tree: PrefixTree | None = None) -> None:
+        assert tree is None or tree.page_size == page_size, f"pages of {page_size} tokens, a tree of {tree and tree.page_size}"
+        self._size = page_size
+        self._pool = PagePool(num_pages)
+        self._tree = tree
+        self._leaves: dict[Sequence, Node] = {}  # the last page that each shares
+        self._ends: dict[Sequence, Node] = {}  # the last page that was full when it opened
+        self.num_asked_tokens = 0
+        self.num_hit_tokens = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be had: nobody references them, though they may hold a prefix."""
+        return self._pool.num_free + (self._tree.num_idle if self._tree else 0)
+
+    @property
+    def num_cached(self) -> int:
+        """Those of them that hold a prefix."""
+        return self._tree.num_idle if self._tree else 0
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages that are never free, whether they have been computed yet or not."""
+        return self._tree.num_pinned if self._tree else 0
+
+    @property
+    def num_evicted(self) -> int:
+        """Pages that lost their prefix to make room, since the start."""
+        return self._tree.num_evicted if self._tree else 0
+
+    # A sequence's life.
+
+    def find(self, seq: Sequence) -> Found:
+        """What `seq`, which holds nothing, may start from. At least its last token is left to compute. O(its pages)."""
+        tree = self._tree
+        if tree is None:
+            return NOTHING
+        tokens = seq.tokens
+        last = (len(tokens) - 1) // self._size
+        root = node = tree.root(seq.request.cache_salt)
+        nodes: list[Node] = []
+        computing = None
+        for index in range(last):
+            child = node.children.get(tree.key(tokens, index))
+            if child is None:
+                break
+            if child.page is not None:
+                nodes.append(child)
+            elif child.owner is not None and importance(child.owner) < importance(seq):
+                computing = child
+            else:
+                break
+            node = child
+        if computing is not None:
+            return Found(computing=computing)
+        copied, num_copied = self._find_beginning(tree, nodes[-1] if nodes else root, tokens, len(nodes))
+        tree.prune(root)
+        return Found(tuple(nodes), sum(node.idle for node in nodes), copied, num_copied)
+
+    def _find_beginning(self, tree: PrefixTree, node: Node, tokens: Seq[int], depth: int) -> tuple[int | None, int]:
+        """A page after `node` that begins as `tokens` go on, and in how many tokens it agrees, if they are worth a copy."""
+        size = self._size
+        rest = tokens[depth * size : min((depth + 1) * size, len(tokens) - 1)]
+        best, most = None, max(1, size // 8) - 1
+        for child in itertools.islice(reversed(node.children.values()), MAX_CANDIDATES):
+            if child.page is not None and (count := _agreement(rest, tree.tokens(child))) > most:
+                best, most = child.page, count
+        other = node.tail
+        if other is not None and other.dispatched > depth * size:
+            written = other.tokens[depth * size : min(other.dispatched, (depth + 1) * size)]
+            if (count := _agreement(rest, written)) > most:
+                best, most = other.pages[depth], count
+        return best, 0 if best is None else most
+
+    def open(self, seq: Sequence, found: Found) -> None:
+        """Let `seq` start from what was just found for it: pages, cursors, and a promise to compute the rest."""
+        tree = self._tree
+        if tree is None:
+            seq.cached = 0
+            return
+        for node in found.nodes:
+            node.num_uses += 1
+            if node.idle:
+                tree.wake(node)
+        seq.pages = [node.page for node in found.nodes if node.page is not None]
+        self._pool.retain(seq.pages)
+        seq.num_shared = len(seq.pages)
+        seq.dispatched = seq.num_shared * self._size
+        seq.planned = seq.computed = seq.dispatched + found.num_copied
+        if seq.cached is None:
+            seq.cached = min(seq.planned, seq.num_prompt)
+            self.num_asked_tokens += seq.num_prompt
+            self.num_hit_tokens += seq.cached
+        leaf = found.nodes[-1] if found.nodes else tree.root(seq.request.cache_salt)
+        self._leaves[seq] = leaf
+        self._ends[seq] = self._promise(tree, seq, leaf)
+
+    def _promise(self, tree: PrefixTree, seq: Sequence, node: Node) -> Node:
+        """Make nodes for the full pages after `node` that `seq` will compute, so that others can wait for them; the last."""
+        for index in range(seq.num_shared, len(seq.tokens) // self._size):
+            node = tree.child(node, tree.key(seq.tokens, index))
+            if node.page is None and node.owner is None:
+                node.owner = seq
+        node.num_open += 1
+        node.tail = seq
+        return node
+
+    def grow(self, seq: Sequence, count: int) -> None:
+        """Give `seq` `count` more pages of its own. There must be that many free."""
+        pool = self._pool
+        while pool.num_free < count:
+            assert self._tree is not None
+            pool.discard(self._tree.evict())
+        seq.pages += pool.allocate(count)
+
+    def wait(self, seq: Sequence, node: Node) -> None:
+        """Have `share` or `close` return `seq` when `node`, which another computes, has its page or loses its owner."""
+        assert node.owner is not None
+        node.waiters.append(seq)
+
+    def share(self, seq: Sequence) -> list[Sequence]:
+        """Put full pages of `seq`, all tokens of which are known and in earlier plans, into the tree; who waited for them."""
+        tree = self._tree
+        if tree is None:
+            return []
+        woken = []
+        node = self._leaves[seq]
+        full = min(seq.planned, len(seq.tokens)) // self._size
+        for index in range(seq.num_shared, full):
+            node = tree.child(node, tree.key(seq.tokens, index))
+            page = seq.pages[index]
+            if node.page is None:
+                woken += self._fill(tree, node, page)
+            else:
+                self._give_up_own(tree, seq, index, node, node.page)
+        seq.num_shared = full
+        self._leaves[seq] = node
+        return woken
+
+    def _fill(self, tree: PrefixTree, node: Node, page: int) -> list[Sequence]:
+        self._pool.keep(page)
+        if node.pinned:
+            self._pool.retain([page])
+        return tree.fill(node, page)
+
+    def _give_up_own(self, tree: PrefixTree, seq: Sequence, index: int, node: Node, page: int) -> None:
+        """`node` has a page already, computed by another at the same time."""
+        if node.idle:
+            tree.wake(node)
+        self._pool.retain([page])
+        self._pool.release([seq.pages[index]])
+        seq.pages[index] = page
+
+    def close(self, seq: Sequence) -> list[Sequence]:
+        """Take all pages from `seq`; those that waited for pages which it now will not compute."""
+        tree = self._tree
+        if tree is None:
+            self._pool.release(seq.pages)
+            seq.pages = []
+            return []
+        woken = self.share(seq)
+        del self._leaves[seq]
+        end = node = self._ends.pop(seq)
+        end.num_open -= 1
+        if end.tail is seq:
+            end.tail = None
+        while node.parent is not None and node.page is None:
+            if node.owner is seq:
+                node.owner = None
+                woken += take_waiters(node)
+            node = node.parent
+        for page in self._pool.release(reversed(seq.pages)):
+            tree.rest(page)
+        tree.prune(end)
+        seq.pages = []
+        seq.num_shared = seq.dispatched = 0
+        return woken
+
+    # The whole.
+
+    def pin(self, tokens: Seq[int], salt: str) -> int:
+        """Keep the full pages of a prefix once they have been computed, now and after a `clear`; how many more those are."""
+        tree = self._tree
+        if tree is None:
+            return 0
+        before = tree.num_pinned
+        node = tree.root(salt)
+        for index in range(len(tokens) // self._size):
+            node = tree.child(node, tree.key(tokens, index))
+            if node.page is not None and not node.pinned:
+                if node.idle:
+                    tree.wake(node)
+                self._pool.retain([node.page])
+            tree.pin(node)
+        tree.prune(node)
+        return tree.num_pinned - before
+
+    def drop_idle(self) -> int:
+        """Forget every prefix that nobody references or has pinned; the pages that held one."""
+        tree = self._tree
+        if tree is None:
+            return 0
+        count = tree.num_idle
+        for _ in range(count):
+            self._pool.discard(tree.evict())
+        tree.num_evicted -= count
+        return count
+
+    def clear(self) -> None:
+        """Forget every prefix, since pages may no longer hold anything. No sequence may be open."""
+        tree = self._tree
+        if tree is None:
+            return
+        assert not self._leaves, "prefixes are forgotten under a sequence that shares one"
+        pinned = [node.page for node in tree.nodes() if node.pinned and node.page is not None]
+        for page in self._pool.release(reversed(pinned)):
+            tree.rest(page)
+        self.drop_idle()
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Assert that pool, tree and the block tables of those that run agree. O(everything)."""
+        seqs = list(running)
+        tables = [seq.pages for seq in seqs]
+        tree = self._tree
+        if tree is None:
+            self._pool.check_integrity(tables)
+            return
+        tree.check_integrity()
+        nodes = list(tree.nodes())
+        tables.append([node.page for node in nodes if node.pinned and node.page is not None])
+        self._pool.check_integrity(tables, [node.page for node in nodes if node.page is not None])
+        for node in nodes:
+            if node.page is not None:
+                assert node.idle == (self._pool.num_references(node.page) == 0), f"page {node.page}: idle is {node.idle}"
+            assert node.owner is None or node.owner in self._leaves, "a sequence that is gone owns a page to be computed"
+            assert node.tail is None or node.tail in self._leaves, "the tail of a node is gone"
+        assert set(seqs) == self._leaves.keys() == self._ends.keys(), "not those that run have shared prefixes"
+        for seq in seqs:
+            self._check_path(tree, seq)
+
+    def _check_path(self, tree: PrefixTree, seq: Sequence) -> None:
+        """Each shared page lies where the tokens say, and no other page of `seq` is in the tree or held by another."""
+        where = f"sequence {seq.seq_id}"
+        node = tree.root(seq.request.cache_salt)
+        assert seq.dispatched <= seq.planned and seq.num_shared * self._size <= seq.dispatched, f"{where}: {seq}"
+        for index, page in enumerate(seq.pages):
+            if index < seq.num_shared:
+                node = node.children[tree.key(seq.tokens, index)]
+                assert node.page == page, f"{where}: page {index} is {page}, its prefix lies in {node.page}"
+            else:
+                assert self._pool.num_references(page) == 1, f"{where}: page {page}, which it writes, is shared"
+        assert self._leaves[seq] is node, f"{where}: the last page that it shares is another"
+
+
+def _agreement(left: Seq[int], right: Seq[int]) -> int:
+    """In how many tokens, from the first, the two agree."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
