@@ -17,10 +17,12 @@ which it stays while any row is in flight.
 from __future__ import annotations
 
 import bisect
+import math
 import random
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.host import integrity
@@ -32,6 +34,23 @@ from jaxserve.host.rows import importance, make_row, new_sequence, reason_to_fin
 from jaxserve.host.waiting import WaitingQueue
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult
 from jaxserve.request import FinishReason, Request, Sequence, TokenEvent, TokenLogprobs
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making.
+
+    Attributes:
+        budget: tokens that are left for chunks. A decode's token was set aside for every running sequence that lacks one.
+        head: the first that waits; None if nothing does or once it is blocked.
+        blocked: whether the first that waits cannot be admitted in this plan; nobody overtakes it.
+    """
+
+    budget: int
+    head: Sequence | None = None
+    blocked: bool = False
+    rows: list[PlanRow] = field(default_factory=list)
+    seqs: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
@@ -188,51 +207,57 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be planned before a plan in flight is committed or a request added."""
-        rows: list[PlanRow] = []
-        seqs: list[Sequence] = []
-        budget = self._plan_running(rows, seqs)
-        self._plan_waiting(budget, rows, seqs)
-        if not rows:
-            return None
-        plan = StepPlan(self._next_step_id, tuple(rows))
-        self._next_step_id += 1
-        self._in_flight.append((plan, seqs))
-        return plan
-
-    def _plan_running(self, rows: list[PlanRow], seqs: list[Sequence]) -> int:
-        """Add a row for every running sequence that needs and gets one; what is left of the token budget."""
-        budget = self._limits.max_step_tokens - self._count_decodes()
+        draft = _Draft(self._limits.max_step_tokens - self._count_decodes())
         running = self._running
+        draft.head = self._waiting.peek() if running else None
         index = 0
         while index < len(running):  # preemption shortens it from the end
-            seq = running[index]
-            index += 1
-            count = len(seq.tokens) + seq.in_flight - seq.planned
-            if count == 1:
-                if seq.planned == seq.max_positions:  # its last token is in flight
-                    continue
-            else:
-                count = min(count, self._prefill_chunk, budget)
-                if count == 0:
-                    continue
-                budget -= count
-            if not self._grow(seq, seq.planned + count):
-                break
-            seqs.append(seq)
-            rows.append(make_row(seq, count, fresh=False))
-            self._charge(seq, rows[-1].start)
-        return budget
+            if draft.head is not None:
+                index += self._admit_before(running[index].request.priority, draft)
+            if index < len(running) and self._plan_running(running[index], draft):
+                index += 1
+        if not draft.blocked:
+            draft.head = self._waiting.peek()
+            self._admit_before(math.inf, draft)
+        if not draft.rows:
+            return None
+        plan = StepPlan(self._next_step_id, tuple(draft.rows))
+        self._next_step_id += 1
+        self._in_flight.append((plan, draft.seqs))
+        return plan
 
-    def _charge(self, seq: Sequence, start: int) -> None:
-        """Count positions from `start` on, just planned, to the tenant's share; a replay after a preemption is free."""
-        start = max(start, seq.charged)
-        if seq.planned > start:
-            self._waiting.charge(seq, seq.planned - start)
+    def _plan_running(self, seq: Sequence, draft: _Draft) -> bool:
+        """Add a row for a running sequence if it needs and gets one; False if it was preempted for lack of pages."""
+        count = len(seq.tokens) + seq.in_flight - seq.planned
+        if count == 1:
+            if seq.planned == seq.max_positions:  # its last token is in flight
+                return True
+        else:
+            count = min(count, self._prefill_chunk, draft.budget)
+            if count == 0:
+                return True
+            draft.budget -= count
+        if not self._grow(seq, seq.planned + count):
+            return False
+        self._add_row(seq, count, draft, fresh=False)
+        return True
+
+    def _add_row(self, seq: Sequence, count: int, draft: _Draft, *, fresh: bool) -> None:
+        row = make_row(seq, count, fresh=fresh)
+        draft.rows.append(row)
+        draft.seqs.append(seq)
+        uncharged = seq.planned - max(row.start, seq.charged)
+        if uncharged > 0:  # a replay after a preemption is free
+            self._waiting.charge(seq, uncharged)
             seq.charged = seq.planned
 
     def _count_decodes(self) -> int:
         """Running sequences that lack one token: their share of the budget comes before that of any chunk."""
         return sum([len(seq.tokens) + seq.in_flight - seq.planned == 1 for seq in self._running])
+
+    @staticmethod
+    def _lacks_one(seq: Sequence) -> bool:
+        return len(seq.tokens) + seq.in_flight - seq.planned == 1
 
     def _grow(self, seq: Sequence, num_positions: int) -> bool:
         """Make the block table cover `num_positions`, preempting the least important; False if `seq` itself was."""
@@ -247,32 +272,71 @@ class Scheduler:
         seq.pages += self._pool.allocate(missing)
         return True
 
-    def _plan_waiting(self, budget: int, rows: list[PlanRow], seqs: list[Sequence]) -> None:
-        """Admit sequences strictly in order, while there is budget, a slot, and pages without preempting anyone.
+    def _admit_before(self, priority: float, draft: _Draft) -> int:
+        """Admit those that wait at more urgent priorities than `priority`, strictly in order; how many they were.
+
+        While there is budget, a slot, and pages. Those that run at less urgent priorities than one that waits make room
+        for it, and they have no row in this plan yet: rows are made in order of importance. Of others none is preempted.
 
         Pages must suffice for all of a sequence's known tokens and one more page, after what those that run need for
         the same: so that what is admitted is not preempted at once, before it has repaid its prefill. This also keeps
         out what this plan preempted: it wants at least what it held, and of that a more important one took a part.
         """
-        seq = self._waiting.peek()
-        if seq is None or not self._free_slots or budget == 0:
-            return
-        promised = sum([self._pages_soon(running) for running in self._running])
-        while seq is not None and self._free_slots and budget > 0:
+        head = draft.head
+        if head is None or head.request.priority >= priority:
+            return 0
+        num_admitted = 0
+        promised = -1  # the sum is worth its while only if there may be room
+        while head is not None and head.request.priority < priority:
             # A preempted sequence with a row in flight is not ready, and nobody overtakes it.
-            if seq.rows_in_flight or self._pool.num_free < promised + self._pages_soon(seq):
-                return
+            if head.rows_in_flight or not (self._free_slots or self._yields_to(head)):
+                break
+            if promised < 0:
+                promised = sum([self._pages_soon(running) for running in self._running])
+            promised -= self._preempt_for(head, promised, draft)
+            if not self._free_slots or draft.budget == 0 or self._pool.num_free < promised + self._pages_soon(head):
+                break
             self._waiting.pop()
-            seq.slot = self._free_slots.pop()
-            bisect.insort(self._running, seq, key=importance)
-            count = min(len(seq.tokens), self._prefill_chunk, budget)
-            budget -= count
-            self._grow(seq, count)
-            promised += self._pages_soon(seq)
-            seqs.append(seq)
-            rows.append(make_row(seq, count, fresh=True))
-            self._charge(seq, rows[-1].start)
-            seq = self._waiting.peek()
+            count = self._start(head, draft)
+            promised += self._pages_soon(head)
+            self._add_row(head, count, draft, fresh=True)
+            num_admitted += 1
+            head = draft.head = self._waiting.peek()
+        draft.blocked = head is not None and head.request.priority < priority
+        if draft.blocked:
+            draft.head = None
+        return num_admitted
+
+    def _start(self, seq: Sequence, draft: _Draft) -> int:
+        """Give `seq`, which waited, a slot, and pages for as many tokens as its first row has."""
+        seq.slot = self._free_slots.pop()
+        bisect.insort(self._running, seq, key=importance)
+        count = min(len(seq.tokens), self._prefill_chunk, draft.budget)
+        draft.budget -= count
+        self._grow(seq, count)
+        return count
+
+    def _yields_to(self, seq: Sequence) -> bool:
+        """Whether one that runs is less urgent than `seq`."""
+        return bool(self._running) and self._running[-1].request.priority > seq.request.priority
+
+    def _preempt_for(self, seq: Sequence, promised: int, draft: _Draft) -> int:
+        """Preempt less urgent ones until `seq` has a slot and pages, if all of them are enough; the promise they give up."""
+        if not self._yields_to(seq) or not (draft.budget or self._lacks_one(self._running[-1])):
+            return 0
+        first = bisect.bisect_right(self._running, seq.request.priority, key=lambda running: running.request.priority)
+        victims = self._running[first:]
+        needed = promised + self._pages_soon(seq)
+        given_up = sum([self._pages_soon(victim) for victim in victims])
+        if self._pool.num_free + sum([len(victim.pages) for victim in victims]) < needed - given_up:
+            return 0
+        given_up = 0
+        while victims and (not self._free_slots or self._pool.num_free < needed - given_up):
+            victim = victims.pop()
+            given_up += self._pages_soon(victim)
+            draft.budget += self._lacks_one(victim)
+            self._preempt(victim)
+        return given_up
 
     def _pages_soon(self, seq: Sequence) -> int:
         """Pages that `seq` lacks for its known tokens and a page of further ones."""

@@ -180,15 +180,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [seq for seq in seqs.values() if seq.slot is None]
         victims = [seq for seq in seqs.values() if seq.num_preemptions > preempted_before[seq.seq_id]]
         self.check_rows(rows, seqs)
-        if victims:
-            self.check_victims(victims, running, pages_before)
         fresh = [seqs[row.seq_id] for row in rows if row.fresh]
+        if victims:
+            self.check_victims(victims, running, fresh, pages_before)
         assert not any(seq in victims for seq in fresh), "a sequence was admitted in the step that preempts it"
         if fresh and waiting:
             assert max(map(importance, fresh)) < min(map(importance, waiting)), "one that waits was overtaken"
         planned = {row.seq_id for row in rows}
-        # Not only decodes: one is admitted on what is left, so even the last of those that run gets a token's room.
-        assert all(seq.seq_id in planned or seq in victims for seq in unfinished), "a running sequence got no row"
+        # Not only decodes: one is admitted on what is left, so even the last of those that run gets a token's room; unless
+        # a more urgent one took it.
+        most_urgent = min((seq.request.priority for seq in fresh), default=math.inf)
+        left_out = [seq for seq in unfinished if seq.seq_id not in planned and seq not in victims]
+        assert all(seq.request.priority > most_urgent for seq in left_out), "a running sequence got no row"
         if not rows and not self.driver.in_flight:
             assert not self.live, "nothing is in flight and nothing was planned, yet requests live: they are stuck"
         return bool(rows)
@@ -201,9 +204,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.seq_id in seqs, "a finished sequence was planned"
             assert row.fresh == (row.start == 0)
 
-    def check_victims(self, victims: list[Sequence], running: list[Sequence], pages_before: dict[int, int]) -> None:
+    def check_victims(
+        self, victims: list[Sequence], running: list[Sequence], fresh: list[Sequence], pages_before: dict[int, int]
+    ) -> None:
         if running:
             assert max(map(importance, running)) < min(map(importance, victims)), "a less important one kept its pages"
+        if fresh and min(map(importance, fresh))[0] < max(map(importance, victims))[0]:
+            return  # it made room for a more urgent one's slot, or all of its prompt
         # Had the last victim kept its pages, the requester (another, or the victim itself) would have lacked some.
         freed_last = pages_before[min(victims, key=importance).seq_id]
         most_wanted = self.prefill_chunk // self.driver.limits.page_size + 2
