@@ -11,13 +11,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.device.buckets import Bucket, num_samples
 from jaxserve.models.batch import NO_PAGE, StepBatch
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan
+from pallas_kernels import pytree
 
 FROM_DEVICE = -1
 """In place of a token id that only the device knows."""
@@ -48,7 +48,7 @@ _FLOAT_FIELDS = (
 _SAMPLE_FIELDS = _INT_FIELDS + _FLOAT_FIELDS
 
 
-@struct.dataclass
+@pytree.dataclass
 class SampleRows:
     """What sampling needs to know of each of the `R` rows that sample.
 

@@ -5,6 +5,7 @@ Owns device memory and the compiled programs. Knows neither requests, text nor t
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -201,8 +202,8 @@ class DeviceRunner:
 
     def _compile_set_bias(self) -> Any:
         def set_bias(slots: SlotState, slot: jax.Array, ids: jax.Array, values: jax.Array) -> SlotState:
-            return slots.replace(  # type: ignore[attr-defined]
-                bias_ids=slots.bias_ids.at[slot].set(ids), bias_values=slots.bias_values.at[slot].set(values)
+            return dataclasses.replace(
+                slots, bias_ids=slots.bias_ids.at[slot].set(ids), bias_values=slots.bias_values.at[slot].set(values)
             )
 
         def here(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
@@ -218,7 +219,7 @@ class DeviceRunner:
         ids[: len(bias)] = [token_id for token_id, _ in bias]
         values[: len(bias)] = [value for _, value in bias]
         arguments = jax.device_put((np.int32(row.slot), ids, values), self._everywhere)
-        self._state = self._state.replace(slots=self._set_bias(self._state.slots, *arguments))  # type: ignore[attr-defined]
+        self._state = dataclasses.replace(self._state, slots=self._set_bias(self._state.slots, *arguments))
 
 
 def _abstract(tree: Any) -> Any:

@@ -13,18 +13,18 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.device.pack import SampleRows
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from pallas_kernels import pytree
 from pallas_kernels import sample as kernel
 
 _ARGMAX_BLOCK = 128
 
 
-@struct.dataclass
+@pytree.dataclass
 class SlotState:
     """What the device remembers of each slot. The last slot belongs to nobody: padding writes there.
 
@@ -38,7 +38,7 @@ class SlotState:
     bias_values: Float[Array, "slots max_bias"]
 
 
-@struct.dataclass
+@pytree.dataclass
 class Sampled:
     """One token a row. The log probabilities are zeros in a step where no row asked for any."""
 

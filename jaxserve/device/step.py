@@ -5,12 +5,12 @@ Runs under `shard_map` over the whole mesh: parameters and KV heads are split, e
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -23,11 +23,12 @@ from jaxserve.models.families import FAMILIES
 from jaxserve.models.sharding import partition_spec
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import MAX_LOGPROBS
+from pallas_kernels import pytree
 
 POOL_AXES = ("pages", "kv_heads", "page", "head_dim")
 
 
-@struct.dataclass
+@pytree.dataclass
 class DeviceState:
     """Everything that a step updates in place: a KV pool a layer, and the slots' state. Donated."""
 
@@ -56,12 +57,12 @@ def make_step(
         slots = state.slots
         batch, rows, token_slots = unpack(packed, slots.tokens, bucket, limits)
         tokens_by_slot = slots.tokens.at[token_slots, batch.positions].set(batch.token_ids)
-        slots = slots.replace(tokens=tokens_by_slot)  # type: ignore[attr-defined]
+        slots = dataclasses.replace(slots, tokens=tokens_by_slot)
         logits, pools = forward(
             params, state.pools, batch, config, num_single=bucket.num_single, attention_impl=attention_impl
         )
         sampled = choose(logits, rows, slots)
-        slots = slots.replace(tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))
+        slots = dataclasses.replace(slots, tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))
         return DeviceState(pools=pools, slots=slots), pack_sampled(sampled)
 
     return step

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from flax import struct
 from jaxtyping import Array, Int
+
+from pallas_kernels import pytree
 
 NO_PAGE = 2**30
 """Past the pool's end in every layer: what is written there is dropped."""
 
 
-@struct.dataclass
+@pytree.dataclass
 class StepBatch:
     """`T` tokens in `S` rows of one sequence each, of which `R` want logits; `paged_attention` says how rows own tokens.
 

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Float
 
 from jaxserve.config import ModelConfig
@@ -19,13 +18,14 @@ from jaxserve.models.batch import StepBatch
 from jaxserve.models.layers import embed, linear, psum, rms_norm, rotary_frequencies, rotate
 from jaxserve.models.params import ParamSpec
 from jaxserve.models.sharding import TENSOR
+from pallas_kernels import pytree
 from pallas_kernels.kv_update import kv_update
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, schedule
 
 IGNORED_TENSORS = ("*.rotary_emb.inv_freq", "*.attention.masked_bias", "*.attention.bias")
 
 
-@struct.dataclass
+@pytree.dataclass
 class LlamaLayer:
     """One block. `G` is the number of query heads of a KV head, which come before their K and V in `qkv`.
 
@@ -43,7 +43,7 @@ class LlamaLayer:
     down_bias: Float[Array, " E"] | None
 
 
-@struct.dataclass
+@pytree.dataclass
 class LlamaParams:
     """The whole model. `lm_head` is None where it is tied to `embedding`."""
 

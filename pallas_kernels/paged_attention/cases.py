@@ -11,8 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels import pytree
 
 NO_PAGE = 10**9
 """Fills the block table past a row's length: far outside any pool."""
@@ -112,7 +113,7 @@ CASES = (
 )  # fmt: skip
 
 
-@struct.dataclass
+@pytree.dataclass
 class Inputs:
     """Arguments of `schedule` and `paged_attention`."""
 
@@ -123,9 +124,9 @@ class Inputs:
     lengths: Int[Array, " S"]
     sinks: Float[Array, " N"] | None
     kv_scales: Float[Array, "K 2"] | None
-    num_single: int = struct.field(pytree_node=False)
-    window: int | None = struct.field(pytree_node=False)
-    soft_cap: float | None = struct.field(pytree_node=False)
+    num_single: int = pytree.static()
+    window: int | None = pytree.static()
+    soft_cap: float | None = pytree.static()
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:

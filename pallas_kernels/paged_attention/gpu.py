@@ -18,9 +18,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from pallas_kernels import pytree
 from pallas_kernels.paged_attention.gpu_kernel import Parts, attend, shared_memory_bytes
 from pallas_kernels.paged_attention.gpu_layout import Blocks, Shares, cut_blocks, deal_blocks, share_tiles
 from pallas_kernels.paged_attention.gpu_merge import merge
@@ -40,15 +40,15 @@ NARROW = {np.dtype(jnp.int8): jnp.bfloat16, np.dtype(jnp.float8_e4m3fn): jnp.flo
 """Pages in eight bits, and what they are multiplied in: each value is exact there."""
 
 
-@struct.dataclass
+@pytree.dataclass
 class Work:
     """The rows as they are."""
 
     block_table: Int[Array, "S W"]
     row_offsets: Int[Array, "S+1"]
     lengths: Int[Array, " S"]
-    num_single: int = struct.field(pytree_node=False)
-    window: int | None = struct.field(pytree_node=False)
+    num_single: int = pytree.static()
+    window: int | None = pytree.static()
 
 
 def schedule(

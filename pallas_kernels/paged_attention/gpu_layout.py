@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Int
+
+from pallas_kernels import pytree
 
 
 class WorkerColumns(NamedTuple):
@@ -43,7 +44,7 @@ BLOCK = _BlockColumns()
 with, the position of its first token and the one after its last."""
 
 
-@struct.dataclass
+@pytree.dataclass
 class Blocks:
     """A step's blocks.
 
@@ -120,7 +121,7 @@ def cut_blocks(
     )
 
 
-@struct.dataclass
+@pytree.dataclass
 class Shares:
     """Equal shares of all tiles, cut wherever they end (stream-K; Osama et al., 2023).
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels import pytree
 
-@struct.dataclass
+
+@pytree.dataclass
 class Rows:
     """The rows as they are."""
 
     block_table: Int[Array, "S W"]
     row_offsets: Int[Array, "S+1"]
     lengths: Int[Array, " S"]
-    window: int | None = struct.field(pytree_node=False, default=None)
+    window: int | None = pytree.static(default=None)
 
 
 def schedule(

@@ -12,9 +12,9 @@ name are all that it reads.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels import pytree
 from pallas_kernels.paged_attention import tpu_kernel
 from pallas_kernels.paged_attention.tpu_kernel import pool_width
 
@@ -25,7 +25,7 @@ MAX_TABLE_BYTES = 768 * 2**10
 """Of the 1 MiB of scalar memory that every TPU since v4 has, what the block table may take."""
 
 
-@struct.dataclass
+@pytree.dataclass
 class Work:
     """The flat list of items, in the order of their tokens.
 
@@ -48,8 +48,8 @@ class Work:
     first_page: Int[Array, " I"]
     end_page: Int[Array, " I"]
     table: Int[Array, " S*W"]
-    window: int | None = struct.field(pytree_node=False)
-    tile_tokens: int = struct.field(pytree_node=False)
+    window: int | None = pytree.static()
+    tile_tokens: int = pytree.static()
 
 
 def schedule(

@@ -21,10 +21,10 @@ from __future__ import annotations
 from functools import partial
 
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int, Num, UInt
 
+from pallas_kernels import pytree
 from pallas_kernels.page_layout import keys_of, values_of
 
 # Positions of a decode's block.
@@ -42,7 +42,7 @@ CHUNK_BLOCK = 128
 MASKED = -1e30
 
 
-@struct.dataclass
+@pytree.dataclass
 class DecodeWork:
     """Rows by falling length, padded with rows of length 0 to whole turns: `n` of them.
 
@@ -67,11 +67,11 @@ class DecodeWork:
     page_ids: UInt[Array, "n pages"]
     active: UInt[Array, " blocks"]
     num_levels: UInt[Array, ""]
-    rows_per_turn: int = struct.field(pytree_node=False)
-    alone: bool = struct.field(pytree_node=False)
+    rows_per_turn: int = pytree.static()
+    alone: bool = pytree.static()
 
 
-@struct.dataclass
+@pytree.dataclass
 class ChunkWork:
     """The list of query tiles, padded.
 
@@ -90,11 +90,11 @@ class ChunkWork:
     position: Int[Array, " tiles"]
     length: Int[Array, " tiles"]
     page_ids: Int[Array, "S blocks pages_per_block"]
-    tile: int = struct.field(pytree_node=False)
-    window: int | None = struct.field(pytree_node=False)
+    tile: int = pytree.static()
+    window: int | None = pytree.static()
 
 
-@struct.dataclass
+@pytree.dataclass
 class Work:
     """A step's decodes and chunks; either may be absent."""
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int8, Num
 
+from pallas_kernels import pytree
 from pallas_kernels.quant_matmul.packing import high_half, low_half
 from pallas_kernels.quant_matmul.weights import Form, QuantActivations, QuantWeights, form_of
 
@@ -49,7 +49,7 @@ class Tiles:
     chunk: int = 256
 
 
-@struct.dataclass
+@pytree.dataclass
 class Laid:
     """Weights in the kernel's order; two values a byte for 4 bits.
 
@@ -61,9 +61,9 @@ class Laid:
     values: Int8[Array, "out bytes"]
     scales: Float[Array, "out lanes"]
     offsets: Float[Array, "out G"] | None
-    form: Form = struct.field(pytree_node=False)
-    stretch: int = struct.field(pytree_node=False)
-    tiles: Tiles = struct.field(pytree_node=False)
+    form: Form = pytree.static()
+    stretch: int = pytree.static()
+    tiles: Tiles = pytree.static()
 
 
 def lay_out(weights: QuantWeights, **options: int) -> Laid:

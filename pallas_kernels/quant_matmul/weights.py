@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int8
+
+from pallas_kernels import pytree
 
 BITS = (4, 8)
 GROUPS_OF_INT4 = (32, 64, 128)
 
 
-@struct.dataclass
+@pytree.dataclass
 class QuantWeights:
     """A matrix `[out, in]` in groups of `in // G` neighbours along `in`, each with a scale and perhaps an offset.
 
@@ -32,10 +33,10 @@ class QuantWeights:
     values: Int8[Array, "out in"]
     scales: Float[Array, "out G"]
     offsets: Float[Array, "out G"] | None = None
-    bits: int = struct.field(pytree_node=False, default=8)
+    bits: int = pytree.static(default=8)
 
 
-@struct.dataclass
+@pytree.dataclass
 class QuantActivations:
     """Activations `[in, T]` in eight bits with a scale per token.
 
@@ -45,7 +46,7 @@ class QuantActivations:
 
     values: Int8[Array, "in T"]
     scales: Float[Array, " T"]
-    dtype: str = struct.field(pytree_node=False, default="float32")
+    dtype: str = pytree.static(default="float32")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int8
 
+from pallas_kernels import pytree
 from pallas_kernels.quant_matmul.packing import high_half, low_half, pack_int4
 from pallas_kernels.quant_matmul.weights import Form, QuantActivations, QuantWeights, form_of
 
@@ -41,15 +41,15 @@ class Tuning:
     tile_weights: int = 1 << 20
 
 
-@struct.dataclass
+@pytree.dataclass
 class Laid:
     """Weights as they lie in memory; two values a byte for 4 bits, see `packing`."""
 
     values: Int8[Array, "out bytes"]
     scales: Float[Array, "out G"]
     offsets: Float[Array, "out G"] | None
-    form: Form = struct.field(pytree_node=False)
-    tuning: Tuning = struct.field(pytree_node=False)
+    form: Form = pytree.static()
+    tuning: Tuning = pytree.static()
 
 
 def lay_out(weights: QuantWeights, **options: int) -> Laid:

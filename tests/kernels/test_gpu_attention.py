@@ -74,12 +74,12 @@ def spoiled(inputs: Inputs) -> Inputs:
     for table, length in zip(np.asarray(inputs.block_table), np.asarray(inputs.lengths), strict=True):
         if length % page_size:
             pages[table[length // page_size], :, length % page_size :] = np.nan
-    return inputs.replace(pages=jnp.asarray(pages, inputs.pages.dtype))  # type: ignore[attr-defined]
+    return dataclasses.replace(inputs, pages=jnp.asarray(pages, inputs.pages.dtype))
 
 
 def spoil_free(inputs: Inputs) -> Inputs:
     """The same with zeros there, for a definition that multiplies them by zero."""
-    return inputs.replace(pages=jnp.nan_to_num(inputs.pages))  # type: ignore[attr-defined]
+    return dataclasses.replace(inputs, pages=jnp.nan_to_num(inputs.pages))
 
 
 @pytest.mark.parametrize(

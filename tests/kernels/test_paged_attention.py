@@ -43,7 +43,7 @@ def plan(inputs: Inputs, impl: str) -> Any:
 @partial(jax.jit, static_argnames="impl")
 def _attend(inputs: Inputs, impl: str) -> jax.Array:
     pages = from_rows(inputs.pages, IMPLEMENTATIONS[impl].layout)
-    laid_out = inputs.replace(pages=pages)  # type: ignore[attr-defined]
+    laid_out = dataclasses.replace(inputs, pages=pages)
     return cases.attend(package, laid_out, plan(inputs, impl), impl=impl)
 
 
@@ -58,7 +58,7 @@ def poisoned(inputs: Inputs) -> Inputs:
     assert nobodys.size
     pages = np.array(inputs.pages)
     pages[nobodys] = 127 if pages.dtype == np.int8 else np.nan
-    return inputs.replace(pages=jnp.asarray(pages))  # type: ignore[attr-defined]
+    return dataclasses.replace(inputs, pages=jnp.asarray(pages))
 
 
 def by_loops(inputs: Inputs) -> np.ndarray:
@@ -132,7 +132,7 @@ def test_table_entries_past_the_length_do_not_matter(impl: str, name: str, garba
     inputs = make_inputs(BY_NAME[name])
     page = jnp.arange(inputs.block_table.shape[1])[None, :]
     unused = page * inputs.pages.shape[2] >= inputs.lengths[:, None]
-    changed = inputs.replace(block_table=jnp.where(unused, garbage, inputs.block_table))  # type: ignore[attr-defined]
+    changed = dataclasses.replace(inputs, block_table=jnp.where(unused, garbage, inputs.block_table))
     np.testing.assert_array_equal(attend(changed, impl), attend(inputs, impl))
 
 
@@ -145,7 +145,7 @@ def test_positions_past_the_length_do_not_matter(impl: str) -> None:
     for row, length in enumerate(np.asarray(inputs.lengths)):
         if length % page_size:
             pages[np.asarray(inputs.block_table)[row, length // page_size], :, length % page_size :] = 1e4
-    found = attend(inputs.replace(pages=jnp.asarray(pages)), impl)  # type: ignore[attr-defined]
+    found = attend(dataclasses.replace(inputs, pages=jnp.asarray(pages)), impl)
     np.testing.assert_array_equal(found[real_tokens(inputs)], expected[real_tokens(inputs)])
 
 

@@ -44,7 +44,7 @@ def attend(inputs: Inputs, impl: str) -> jax.Array:
     if impl == "tpu":  # lanes past K and V are nobody's, and may hold anything
         pages, nobodys = inputs.pages, pool_width(inputs.queries.shape[2]) - inputs.pages.shape[3]
         pages = jnp.concatenate([pages, jnp.full((*pages.shape[:3], nobodys), 7, pages.dtype)], axis=3)
-        inputs = inputs.replace(pages=pages)  # type: ignore[attr-defined]
+        inputs = dataclasses.replace(inputs, pages=pages)
     return cases.attend(package, inputs, work, impl=impl).astype(jnp.float32)
 
 
@@ -73,7 +73,7 @@ def poisoned(inputs: Inputs) -> Inputs:
     for row, length in enumerate(np.asarray(inputs.lengths)):
         if length % page_size:
             pages[np.asarray(inputs.block_table)[row, length // page_size], :, length % page_size :] = np.nan
-    return inputs.replace(pages=jnp.asarray(pages))  # type: ignore[attr-defined]
+    return dataclasses.replace(inputs, pages=jnp.asarray(pages))
 
 
 def assert_agrees(inputs: Inputs, case: Case, dma_mode: str) -> None:
