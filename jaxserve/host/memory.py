@@ -301,7 +301,7 @@ class Memory:
         """Each shared page lies where the tokens say, and no other page of `seq` is in the tree or held by another."""
         where = f"sequence {seq.seq_id}"
         node = tree.root(seq.request.cache_salt)
-        assert seq.dispatched <= seq.planned and seq.num_shared * self._size <= seq.dispatched, f"{where}: {seq}"
+        assert seq.num_shared * self._size <= seq.dispatched <= seq.planned, f"{where}: {seq}"
         for index, page in enumerate(seq.pages):
             if index < seq.num_shared:
                 node = node.children[tree.key(seq.tokens, index)]

@@ -46,7 +46,7 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """Drop one reference of each page; of those without any left, the kept ones are returned and the others free."""
-        kept = []
+        kept: list[int] = []
         for page in pages:
             left = self._references[page] - 1
             assert left >= 0, f"page {page} is released, yet nobody references it"
@@ -57,12 +57,14 @@ class PagePool:
 
     def keep(self, page: int) -> None:
         """Keep a page, which is in use, beyond its last reference."""
-        assert self._references[page] > 0 and not self._kept[page], f"page {page} is free or kept already"
+        assert self._references[page] > 0, f"page {page} is free"
+        assert not self._kept[page], f"page {page} is kept already"
         self._kept[page] = 1
 
     def discard(self, page: int) -> None:
         """Free a kept page that nobody references."""
-        assert self._kept[page] and self._references[page] == 0, f"page {page} is not kept, or referenced"
+        assert self._kept[page], f"page {page} is not kept"
+        assert self._references[page] == 0, f"page {page} is discarded, yet referenced"
         self._kept[page] = 0
         self._free.append(page)
 

@@ -149,7 +149,8 @@ class PrefixTree:
 
     def fill(self, node: Node, page: int) -> list[Sequence]:
         """Give `node` its page, which is in use; those that waited for it."""
-        assert node.page is None and page not in self._by_page, f"page {page} or its node is taken"
+        assert node.page is None, f"a node has page {node.page} already, and is given {page}"
+        assert page not in self._by_page, f"page {page} has another node"
         parent = node.parent
         assert parent is not None
         node.page = page
@@ -202,7 +203,8 @@ class PrefixTree:
 
     def _take_page(self, node: Node) -> int:
         page, parent = node.page, node.parent
-        assert page is not None and parent is not None and node.num_paged == 0
+        assert page is not None
+        assert parent is not None
         self.wake(node)
         node.page = None
         del self._by_page[page]
@@ -264,7 +266,8 @@ class PrefixTree:
 
     def _check_node(self, node: Node) -> None:
         parent = node.parent
-        assert parent is not None and parent.children[node.key] is node, "a node is not where its parent has it"
+        assert parent is not None
+        assert parent.children[node.key] is node, "a node is not where its parent has it"
         assert node.num_paged == sum(child.page is not None for child in node.children.values()), "children with a page"
         wanted = node.children or node.num_open or node.page is not None or node.owner or node.pinned
         assert wanted, "a node for nothing"

@@ -177,7 +177,8 @@ def test_a_second_one_waits_until_the_first_has_computed_what_they_share() -> No
     first = bench.start(*prompt(12))
     second = bench.sequence(*prompt(8), 80, 81)
     node = bench.memory.find(second).computing
-    assert node is not None and node.depth == 1
+    assert node is not None
+    assert node.depth == 1
     bench.memory.wait(second, node)
     assert bench.compute(first, 4) == []
     assert bench.compute(first, 4) == [second]
@@ -393,7 +394,8 @@ def test_hits_are_those_of_a_slow_oracle(history: list, num_pages: int) -> None:
         seq = bench.sequence(*tokens, salt=salt)
         found = bench.memory.find(seq)
         assert len(found.nodes) == slow.cached(salt, tokens)
-        slow.users.append((salt, tokens))
+        held = (salt, tokens[: len(found.nodes) * SIZE])
+        slow.users.append(held)
         bench.open(seq)
         missing = -(-len(tokens) // SIZE) - len(seq.pages)
         tables = {page for one, *_ in open_ones for page in one.pages} | set(seq.pages)
@@ -402,5 +404,6 @@ def test_hits_are_those_of_a_slow_oracle(history: list, num_pages: int) -> None:
             slow.evict()
         bench.compute(seq)
         slow.add(salt, tokens)
+        slow.users[-1] = (salt, tokens)
         open_ones.append((seq, salt, tokens))
         assert bench.memory.num_cached == sum(not slow.in_use(*key) for key in slow.last_used)
