@@ -5,7 +5,11 @@
     |-- ModelLoadError         weights or tokenizer that cannot be loaded
     |-- RequestError           a request that cannot be served; carries an HTTP status
     |   |-- InvalidRequest     400: names the field
+    |   |-- Unauthorized       401: no API key that is known here
+    |   |-- Forbidden          403: the API key may not do this
     |   |-- ModelNotFound      404
+    |   |-- RequestTimeout     408: its time ran out before it was finished
+    |   |-- KeyReused          422: an idempotency key came back with another body
     |   |-- QueueFull          429: carries retry_after seconds
     |   `-- NotReady           503: still loading, or draining
     |-- EngineError            the engine failed under a request that was fine; 500
@@ -50,6 +54,20 @@ class InvalidRequest(RequestError):
     """A field that is malformed, out of range, or not supported."""
 
 
+class Unauthorized(RequestError):
+    """The request has no API key that this server knows."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """The request's API key is known and may not do this."""
+
+    status = 403
+    code = "forbidden"
+
+
 class ModelNotFound(RequestError):
     """The request names a model that this server does not serve."""
 
@@ -57,19 +75,36 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class RequestTimeout(RequestError):
+    """The request's time, or the server's for any request, ran out before it was finished."""
+
+    status = 408
+    code = "timeout"
+
+
+class KeyReused(RequestError):
+    """A request came with the idempotency key of one that still runs, and another body."""
+
+    status = 422
+    code = "idempotency_key_reused"
+
+
 class QueueFull(RequestError):
-    """The bounded queue is full now; the same request may be accepted later.
+    """There is no room for the request now; the same one may be accepted later.
 
     Attributes:
         retry_after: seconds after which a retry is worth it.
+        code: what is short: `queue_full` (the queue), `tenant_share` (the tenant's part of it), `too_late` (its first token
+            would come after the time that the server holds itself to).
     """
 
     status = 429
     code = "queue_full"
 
-    def __init__(self, message: str, *, retry_after: float) -> None:
+    def __init__(self, message: str, *, retry_after: float, code: str = "queue_full") -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.code = code
 
 
 class NotReady(RequestError):

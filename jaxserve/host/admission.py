@@ -1,6 +1,6 @@
-"""Who may enter: requests that can never be served are refused for good, others while the queue is full or closed.
+"""Who may enter: requests that can never be served are refused for good, others while there is no room or no time for them.
 
-Owns the limits of one request (pure functions) and the bounded queue's counters (`Admission`). Does not know slots,
+Owns the limits of one request (pure functions) and the decision about each that comes (`Admission`). Does not know slots,
 pages in use, threads or HTTP.
 """
 
@@ -9,16 +9,32 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from jaxserve.errors import InvalidRequest, NotReady, QueueFull
+from jaxserve.host.backlog import Backlog, Entry
+from jaxserve.host.overload import DrainRate, Margin, ShedShare
 from jaxserve.plan import RunnerLimits
-from jaxserve.request import FinishReason, Request, TokenEvent, check_token_ids
+from jaxserve.request import BATCH_PRIORITY, FinishReason, Request, TokenEvent, check_token_ids
 
 RATE_WINDOW_SECONDS = 30.0
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 60.0
+
+QUEUE_POOLS = 4
+"""Prompt tokens that may wait where no number is given: as many as so many KV pools hold."""
+
+BATCH_QUEUE_SHARE = 0.75
+"""The part of the queue that requests of batch priority may fill; the rest is kept for others."""
+
+TENANT_QUEUE_FACTOR = 2.0
+"""A tenant among others may have so many times as much waiting as is still free (dynamic thresholds, Choudhury and Hahne,
+1998): two thirds of the queue when it is alone, less when more of them crowd it, and always room for the next."""
+
+CALIBRATION_SHARE = 0.25
+"""Only forecasts of at least this part of the target teach the margin: of shorter ones a step's own time is the most."""
 
 
 def validate(request: Request, limits: RunnerLimits) -> None:
@@ -63,16 +79,46 @@ def output_limit(request: Request, limits: RunnerLimits) -> int:
     return min(limits.max_context, limits.num_pages * limits.page_size + 1) - len(request.prompt)
 
 
+def cap_output(request: Request, limits: RunnerLimits, max_output_tokens: int) -> Request:
+    """`request` with no more output than `max_output_tokens` (0 for no cap), where it does not say how much it wants.
+
+    Raises:
+        InvalidRequest: it says that it wants more.
+    """
+    params = request.params
+    for name in ("max_tokens", "min_tokens"):
+        value = getattr(params, name)
+        if max_output_tokens and value is not None and value > max_output_tokens:
+            raise InvalidRequest(
+                f"{name} must be at most {max_output_tokens}, this server's limit for one answer, found {value}", param=name
+            )
+    if not max_output_tokens or params.max_tokens is not None or output_limit(request, limits) <= max_output_tokens:
+        return request
+    return replace(request, params=replace(params, max_tokens=max_output_tokens))
+
+
 class Admission:
-    """The bounded queue in front of the engine: counts what waits, refuses what is too much.
+    """The bounded queue in front of the engine: counts what waits, refuses what is too much or would be too late.
 
     A request waits from `admit` until its first token, and its weight is its prompt tokens. The caller that receives
     requests calls `admit` (and `forget` for one that it then does not hand on); the one that sees the engine's events
-    calls `observe`. These may be two threads: a lock guards the counters.
+    calls `observe`, once for all events of a step. These may be two threads: a lock guards the counters.
+
+    With a target for the time to the first token, a request is refused when its own would miss it: the prompt tokens that
+    go before it and its own, over the rate at which they have drained lately, stretched by the margin that forecasts have
+    needed. Two are let in all the same: one of batch priority, for which no time is kept, and one that nothing goes before,
+    since waiting would not help it. Before a rate is known, as many may wait as the engine has slots.
 
     Args:
-        max_queue_requests, max_queue_tokens: what may wait.
+        max_queue_requests, max_queue_tokens: what may wait; 0 tokens for four times what the KV pool holds.
+        slo_ttft_seconds: the target for the time to the first token; 0 for none.
+        num_tenants: how many share the queue; where there are several, none may fill it alone.
         clock: seconds, monotonic.
+
+    Attributes:
+        max_queue_tokens: prompt tokens that may wait.
+        num_admitted: requests let in so far.
+        refused: requests refused so far for lack of room or time, by the error's code.
     """
 
     def __init__(
@@ -81,79 +127,176 @@ class Admission:
         *,
         max_queue_requests: int,
         max_queue_tokens: int,
+        slo_ttft_seconds: float = 0.0,
+        num_tenants: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._max_queue_requests = max_queue_requests
-        self._max_queue_tokens = max_queue_tokens
+        self.max_queue_tokens = max_queue_tokens or QUEUE_POOLS * limits.num_pages * limits.page_size
+        self._slo = slo_ttft_seconds
+        self._num_tenants = num_tenants
         self._clock = clock
         self._lock = threading.Lock()
         self._draining = False
-        self._queued: dict[str, int] = {}
-        self._queued_tokens = 0
+        self._backlog = Backlog()
         self._started: dict[str, int] = {}
         self._finished: deque[tuple[float, int]] = deque()
         self._finished_tokens = 0
         self._busy_since = 0.0
+        self._drain_rate = DrainRate()
+        self._margin = Margin()
+        self._shed = ShedShare()
+        self.num_admitted = 0
+        self.refused: Counter[str] = Counter()
 
     @property
     def queued_requests(self) -> int:
         """Requests that wait for their first token."""
-        return len(self._queued)
+        return len(self._backlog)
 
     @property
     def queued_tokens(self) -> int:
         """Their prompt tokens."""
-        return self._queued_tokens
+        return self._backlog.num_tokens
 
     @property
     def draining(self) -> bool:
         return self._draining
+
+    @property
+    def drain_rate(self) -> float | None:
+        """Prompt tokens a second that leave the queue while there is a backlog; None while that is unknown."""
+        return self._drain_rate.tokens_per_second
+
+    @property
+    def margin(self) -> float:
+        """The factor by which forecasts of the time to the first token are stretched."""
+        return self._margin.factor
+
+    @property
+    def shed_share(self) -> float:
+        """The share of requests that were refused for lack of room or time over the last minute."""
+        return self._shed.share(self._clock())
 
     def drain(self) -> None:
         """Refuse every request from now on."""
         self._draining = True
 
     def admit(self, *requests: Request) -> None:
-        """Let all of `requests` in, or none.
+        """Let all of `requests`, which are of one tenant and priority, in, or none.
 
         Raises:
             NotReady: draining.
             InvalidRequest: one could never be served, its id is live, or together they exceed an empty queue.
-            QueueFull: the queue is full; says when to retry.
+            QueueFull: there is no room or no time; says when to retry.
         """
         if self._draining:
             raise NotReady("the server is draining and takes no new requests; retry elsewhere")
         for request in requests:
             validate(request, self._limits)
-        weights = {request.request_id: len(request.prompt) for request in requests}
-        num_tokens = sum(weights.values())
-        if len(requests) > self._max_queue_requests or num_tokens > self._max_queue_tokens:
+        num_tokens = sum([len(request.prompt) for request in requests])
+        self._check_fits_empty_queue(requests, num_tokens)
+        with self._lock:
+            self._check_ids(requests)
+            try:
+                self._check_room(requests[0], len(requests), num_tokens)
+                forecast = self._check_time(requests[0], num_tokens)
+            except QueueFull as error:
+                self.refused[error.code] += len(requests)
+                self._shed.observe(self._clock(), len(requests), len(requests))
+                raise
+            self._let_in(requests, forecast)
+
+    def _check_fits_empty_queue(self, requests: tuple[Request, ...], num_tokens: int) -> None:
+        max_requests, max_tokens = self._room_for(requests[0])
+        if len(requests) > max_requests or num_tokens > max_tokens:
             raise InvalidRequest(
                 f"{len(requests)} requests with {num_tokens} prompt tokens at once exceed the whole queue, which holds "
-                f"{self._max_queue_requests} requests and {self._max_queue_tokens} prompt tokens",
+                f"{max_requests} requests and {max_tokens} prompt tokens",
                 param="prompt",
             )
-        with self._lock:
-            live = [i for i in weights if i in self._queued or i in self._started]
-            if live or len(weights) < len(requests):
-                raise InvalidRequest(f"request_id must be unique among live requests, found {live or list(weights)}")
-            self._check_room(len(requests), num_tokens)
-            if not self._queued and not self._started:
-                self._busy_since = self._clock()
-            self._queued.update(weights)
-            self._queued_tokens += num_tokens
 
-    def _check_room(self, num_requests: int, num_tokens: int) -> None:
-        surplus_requests = len(self._queued) + num_requests - self._max_queue_requests
-        surplus_tokens = self._queued_tokens + num_tokens - self._max_queue_tokens
-        if surplus_requests <= 0 and surplus_tokens <= 0:
+    def _room_for(self, request: Request) -> tuple[int, int]:
+        """Requests and prompt tokens that may wait, of those at the request's priority and all others together."""
+        if request.priority < BATCH_PRIORITY:
+            return self._max_queue_requests, self.max_queue_tokens
+        return max(1, int(self._max_queue_requests * BATCH_QUEUE_SHARE)), int(self.max_queue_tokens * BATCH_QUEUE_SHARE)
+
+    def _check_ids(self, requests: tuple[Request, ...]) -> None:
+        ids = [request.request_id for request in requests]
+        live = [i for i in ids if i in self._backlog or i in self._started]
+        if live or len(set(ids)) < len(ids):
+            raise InvalidRequest(f"request_id must be unique among live requests, found {live or ids}")
+
+    def _let_in(self, requests: tuple[Request, ...], forecast: float | None) -> None:
+        now = self._clock()
+        if not self._backlog and not self._started:
+            self._busy_since = now
+        for request in requests:
+            entry = Entry(
+                priority=request.priority,
+                tenant=request.tenant,
+                weight=request.weight,
+                num_tokens=len(request.prompt),
+                since=now,
+                forecast=forecast,
+            )
+            self._backlog.add(request.request_id, entry)
+        self.num_admitted += len(requests)
+        self._shed.observe(now, len(requests), 0)
+
+    def _check_room(self, request: Request, num_requests: int, num_tokens: int) -> None:
+        queued_requests, queued_tokens = len(self._backlog), self._backlog.num_tokens
+        max_requests, max_tokens = self._room_for(request)
+        surplus_requests = queued_requests + num_requests - max_requests
+        surplus_tokens = queued_tokens + num_tokens - max_tokens
+        came = f"{num_requests} and {num_tokens} came"
+        if surplus_requests > 0 or surplus_tokens > 0:
+            raise QueueFull(
+                f"the queue is full: {queued_requests} requests and {queued_tokens} prompt tokens wait, "
+                f"at most {max_requests} and {max_tokens} may; {came}",
+                retry_after=self._seconds_to_drain(surplus_requests, surplus_tokens),
+            )
+        if self._num_tenants < 2:
             return
-        raise QueueFull(
-            f"the queue is full: {len(self._queued)} requests and {self._queued_tokens} prompt tokens wait, "
-            f"at most {self._max_queue_requests} and {self._max_queue_tokens} may; {num_requests} and {num_tokens} came",
-            retry_after=self._seconds_to_drain(surplus_requests, surplus_tokens),
-        )
+        own_requests, own_tokens = self._backlog.of_tenant(request.tenant)
+        max_requests = int(TENANT_QUEUE_FACTOR * (max_requests - queued_requests))
+        max_tokens = int(TENANT_QUEUE_FACTOR * (max_tokens - queued_tokens))
+        surplus_requests = own_requests + num_requests - max_requests
+        surplus_tokens = own_tokens + num_tokens - max_tokens
+        if surplus_requests > 0 or surplus_tokens > 0:
+            raise QueueFull(
+                f"this API key's share of the queue is full: {own_requests} requests and {own_tokens} prompt tokens of it "
+                f"wait, at most {max_requests} and {max_tokens} may now; {came}",
+                retry_after=self._seconds_to_drain(surplus_requests, surplus_tokens),
+                code="tenant_share",
+            )
+
+    def _check_time(self, request: Request, num_tokens: int) -> float | None:
+        """The forecast of the time to the first token, not stretched, where there is a target for it."""
+        if not self._slo or request.priority >= BATCH_PRIORITY:
+            return None
+        rate = self._drain_rate.tokens_per_second
+        if rate is None:
+            if self._backlog.requests_ahead(request.priority) >= self._limits.max_seqs:
+                raise QueueFull(
+                    f"{self._limits.max_seqs} requests wait and no rate is known yet at which they drain",
+                    retry_after=MIN_RETRY_SECONDS,
+                    code="too_late",
+                )
+            return None
+        ahead = self._backlog.tokens_ahead(request.priority, request.tenant, request.weight, num_tokens)
+        forecast = (ahead + num_tokens) / rate
+        stretched = forecast * self._margin.factor
+        if ahead and stretched > self._slo:
+            raise QueueFull(
+                f"the first token would come after about {stretched:.2f} s, later than the {self._slo:g} s that this server "
+                f"holds itself to: {ahead:.0f} prompt tokens go before, and {rate:.0f} a second drain",
+                retry_after=_bounded(stretched - self._slo),
+                code="too_late",
+            )
+        return forecast
 
     def _seconds_to_drain(self, num_requests: int, num_tokens: int) -> float:
         """Seconds in which so many requests and prompt tokens leave, at the rate at which requests finished lately."""
@@ -163,31 +306,39 @@ class Admission:
             return MIN_RETRY_SECONDS
         since = min(self._busy_since, self._finished[0][0])
         window = max(1.0, min(RATE_WINDOW_SECONDS, now - since))
-        seconds = window * max(num_requests / len(self._finished), num_tokens / self._finished_tokens)
-        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, float(math.ceil(seconds))))
+        return _bounded(window * max(num_requests / len(self._finished), num_tokens / self._finished_tokens))
 
     def _drop_old(self, now: float) -> None:
         while self._finished and self._finished[0][0] <= now - RATE_WINDOW_SECONDS:
             self._finished_tokens -= self._finished.popleft()[1]
 
     def observe(self, events: Iterable[TokenEvent]) -> None:
-        """Take note of what the engine gave: a first token ends the wait, a finish counts towards the rate."""
+        """Take note of a step's events: a first token ends the wait, a finish counts towards the rate."""
         with self._lock:
+            now = self._clock()
+            drained = 0
             for event in events:
-                self._start(event.request_id)
+                entry = self._start(event.request_id)
+                if entry is not None and event.tokens:
+                    drained += entry.num_tokens
+                    self._calibrate(entry, now)
                 if event.finish_reason is not None:
                     weight = self._started.pop(event.request_id, None)
                     if weight is not None and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                        self._count_finished(weight)
+                        self._count_finished(weight, now)
+            self._drain_rate.observe(now, drained, self._backlog.oldest)
 
-    def _start(self, request_id: str) -> None:
-        weight = self._queued.pop(request_id, None)
-        if weight is not None:
-            self._queued_tokens -= weight
-            self._started[request_id] = weight
+    def _calibrate(self, entry: Entry, now: float) -> None:
+        if entry.forecast is not None and entry.forecast >= CALIBRATION_SHARE * self._slo:
+            self._margin.observe(entry.forecast, now - entry.since)
 
-    def _count_finished(self, weight: int) -> None:
-        now = self._clock()
+    def _start(self, request_id: str) -> Entry | None:
+        entry = self._backlog.remove(request_id)
+        if entry is not None:
+            self._started[request_id] = entry.num_tokens
+        return entry
+
+    def _count_finished(self, weight: int, now: float) -> None:
         self._drop_old(now)
         self._finished.append((now, weight))
         self._finished_tokens += weight
@@ -201,6 +352,10 @@ class Admission:
     def check_integrity(self) -> None:
         """Assert that the sums are those of their parts."""
         with self._lock:
-            assert self._queued_tokens == sum(self._queued.values()), "queued tokens do not add up"
+            self._backlog.check_integrity()
             assert self._finished_tokens == sum(weight for _, weight in self._finished), "finished tokens do not add up"
-            assert not self._queued.keys() & self._started.keys(), "a request both waits and runs"
+            assert not any(request_id in self._backlog for request_id in self._started), "a request both waits and runs"
+
+
+def _bounded(seconds: float) -> float:
+    return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, float(math.ceil(seconds))))

@@ -1,0 +1,122 @@
+"""What waits for its first token, by priority and tenant, and how much of it goes before a newcomer.
+
+Owns the sums. Does not know limits, rates or the order within a tenant.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One request that waits.
+
+    Attributes:
+        num_tokens: of its prompt.
+        since: when it came.
+        forecast: seconds to its first token as they were foreseen then, or None.
+    """
+
+    priority: int
+    tenant: str
+    weight: float
+    num_tokens: int
+    since: float
+    forecast: float | None = None
+
+
+@dataclass(slots=True)
+class _Flow:
+    """What one tenant has waiting at one priority."""
+
+    weight: float = 1.0
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Backlog:
+    """Entries by request id. Adding and removing are O(1), `tokens_ahead` is O(priorities + tenants) of what waits."""
+
+    num_tokens: int = 0
+    _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
+    _flows: dict[int, dict[str, _Flow]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    @property
+    def oldest(self) -> float | None:
+        """When the one came that has waited longest, or None when nothing waits."""
+        return next(iter(self._entries.values())).since if self._entries else None
+
+    def add(self, request_id: str, entry: Entry) -> None:
+        """Add an entry, whose id must be new. Entries come in order of time."""
+        self._entries[request_id] = entry
+        self.num_tokens += entry.num_tokens
+        flow = self._flows.setdefault(entry.priority, {}).setdefault(entry.tenant, _Flow())
+        flow.weight = entry.weight
+        flow.num_requests += 1
+        flow.num_tokens += entry.num_tokens
+
+    def remove(self, request_id: str) -> Entry | None:
+        """Remove and return an entry; None when there is none."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return None
+        self.num_tokens -= entry.num_tokens
+        tenants = self._flows[entry.priority]
+        flow = tenants[entry.tenant]
+        flow.num_requests -= 1
+        flow.num_tokens -= entry.num_tokens
+        if not flow.num_requests:
+            del tenants[entry.tenant]
+            if not tenants:
+                del self._flows[entry.priority]
+        return entry
+
+    def of_tenant(self, tenant: str) -> tuple[int, int]:
+        """Requests and prompt tokens that the tenant has waiting, at any priority."""
+        flows = [tenants[tenant] for tenants in self._flows.values() if tenant in tenants]
+        return sum([flow.num_requests for flow in flows]), sum([flow.num_tokens for flow in flows])
+
+    def requests_ahead(self, priority: int) -> int:
+        """Requests at this priority and at more urgent ones."""
+        flows = [flow for level, tenants in self._flows.items() if level <= priority for flow in tenants.values()]
+        return sum([flow.num_requests for flow in flows])
+
+    def tokens_ahead(self, priority: int, tenant: str, weight: float, num_tokens: int) -> float:
+        """Prompt tokens that run before the last of a tenant's `num_tokens` new ones does, without these.
+
+        All that waits at more urgent priorities, all that the tenant itself has at this one, and of each other tenant as
+        much as its share gives it until then.
+        """
+        ahead = 0.0
+        tenants = self._flows.get(priority, {})
+        own = tenants[tenant].num_tokens if tenant in tenants else 0
+        for level, others in self._flows.items():
+            if level < priority:
+                ahead += sum([flow.num_tokens for flow in others.values()])
+        for name, flow in tenants.items():
+            if name != tenant:
+                ahead += min(flow.num_tokens, (own + num_tokens) * flow.weight / weight)
+        return ahead + own
+
+    def check_integrity(self) -> None:
+        """Assert that the sums are those of their parts."""
+        sums: dict[tuple[int, str], tuple[int, int]] = {}
+        for entry in self._entries.values():
+            requests, tokens = sums.get((entry.priority, entry.tenant), (0, 0))
+            sums[entry.priority, entry.tenant] = requests + 1, tokens + entry.num_tokens
+        found = {
+            (priority, tenant): (flow.num_requests, flow.num_tokens)
+            for priority, tenants in self._flows.items()
+            for tenant, flow in tenants.items()
+        }
+        assert found == sums, f"flows are {found}, their entries sum to {sums}"
+        assert self.num_tokens == sum(entry.num_tokens for entry in self._entries.values()), "queued tokens do not add up"
