@@ -15,14 +15,15 @@ What makes sharing safe is the scheduler's invariant that steps run in the order
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from jaxserve.errors import ConfigError
 from jaxserve.host.pages import PagePool
 from jaxserve.host.prefix import Node, PrefixTree, take_waiters
-from jaxserve.host.rows import importance
 from jaxserve.request import Sequence
 
 MAX_CANDIDATES = 4
@@ -59,6 +60,7 @@ class Memory:
 
     def __init__(self, num_pages: int, page_size: int, tree: PrefixTree | None = None) -> None:
         assert tree is None or tree.page_size == page_size, f"pages of {page_size} tokens, a tree of {tree and tree.page_size}"
+        self._num_pages = num_pages
         self._size = page_size
         self._pool = PagePool(num_pages)
         self._tree = tree
@@ -87,6 +89,11 @@ class Memory:
         """Pages that lost their prefix to make room, since the start."""
         return self._tree.num_evicted if self._tree else 0
 
+    def num_only_of(self, seqs: Iterable[Sequence]) -> int:
+        """Pages that would become free if all of `seqs` closed. O(their pages)."""
+        counts = collections.Counter(itertools.chain.from_iterable(seq.pages for seq in seqs))
+        return sum(self._pool.num_references(page) == count for page, count in counts.items())
+
     # A sequence's life.
 
     def find(self, seq: Sequence) -> Found:
@@ -105,7 +112,7 @@ class Memory:
                 break
             if child.page is not None:
                 nodes.append(child)
-            elif child.owner is not None and importance(child.owner) < importance(seq):
+            elif child.owner is not None and _runs_before(child.owner, seq):
                 computing = child
             else:
                 break
@@ -238,21 +245,38 @@ class Memory:
     # The whole.
 
     def pin(self, tokens: Seq[int], salt: str) -> int:
-        """Keep the full pages of a prefix once they have been computed, now and after a `clear`; how many more those are."""
+        """Keep the full pages of a prefix once they have been computed, now and after a `clear`; how many more those are.
+
+        Raises:
+            ConfigError: more than half of the pool would be pinned.
+        """
         tree = self._tree
         if tree is None:
             return 0
-        before = tree.num_pinned
-        node = tree.root(salt)
-        for index in range(len(tokens) // self._size):
-            node = tree.child(node, tree.key(tokens, index))
+        nodes = self._path(tree, tokens, salt)
+        num_new = sum(not node.pinned for node in nodes)
+        if 2 * (tree.num_pinned + num_new) > self._num_pages:
+            tree.prune(nodes[-1])
+            raise ConfigError(
+                f"a prefix of {len(tokens)} tokens, {len(nodes)} pages of {self._size}, cannot be pinned: with the "
+                f"{tree.num_pinned} pages pinned before it that is more than half of the pool's {self._num_pages}"
+            )
+        for node in nodes:
             if node.page is not None and not node.pinned:
                 if node.idle:
                     tree.wake(node)
                 self._pool.retain([node.page])
             tree.pin(node)
-        tree.prune(node)
-        return tree.num_pinned - before
+        return num_new
+
+    def _path(self, tree: PrefixTree, tokens: Seq[int], salt: str) -> list[Node]:
+        """Nodes of the full pages of `tokens`, made where they are missing."""
+        nodes: list[Node] = []
+        node = None
+        for index in range(len(tokens) // self._size):
+            node = tree.child(node or tree.root(salt), tree.key(tokens, index))
+            nodes.append(node)
+        return nodes
 
     def drop_idle(self) -> int:
         """Forget every prefix that nobody references or has pinned; the pages that held one."""
@@ -309,6 +333,13 @@ class Memory:
             else:
                 assert self._pool.num_references(page) == 1, f"{where}: page {page}, which it writes, is shared"
         assert self._leaves[seq] is node, f"{where}: the last page that it shares is another"
+
+
+def _runs_before(owner: Sequence, seq: Sequence) -> bool:
+    """Whether `owner`, which runs, would get its share of each step before `seq`."""
+    if owner.request.priority != seq.request.priority:
+        return owner.request.priority < seq.request.priority
+    return seq.turn < 0 or owner.turn < seq.turn
 
 
 def _agreement(left: Seq[int], right: Seq[int]) -> int:

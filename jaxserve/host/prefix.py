@@ -228,14 +228,11 @@ class PrefixTree:
             node.entry = -1
             self._num_leaves -= 1
 
-    def pin(self, node: Node) -> bool:
-        """Pin a node; whether it was not pinned before. Those before it must be pinned."""
-        if node.pinned:
-            return False
+    def pin(self, node: Node) -> None:
+        """Never forget `node` again, nor let it be idle. Those before it must be pinned."""
         assert not node.idle, "whoever pins a page references it first"
+        self.num_pinned += not node.pinned
         node.pinned = True
-        self.num_pinned += 1
-        return True
 
     # For tests and idle moments.
 

@@ -1,13 +1,48 @@
-"""What the scheduler makes of one sequence: the sequence of a request, its place in order, its next row, its end.
+"""What the scheduler makes of one sequence: the sequence of a request, its place in order, its next row, its end; and the
+plan that rows come to.
 
 Pure of the scheduler's state: knows neither slots nor pages of others.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+from jaxserve.errors import ConfigError
 from jaxserve.host.admission import output_limit
 from jaxserve.plan import PlanRow, RunnerLimits
 from jaxserve.request import FinishReason, Request, Sequence
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making.
+
+    Attributes:
+        budget: tokens that are left for chunks. A decode's token was set aside for every running sequence that lacks one.
+        head: the first that waits; None if nothing does or once it is blocked.
+        num_parked: how many were parked on the way.
+        blocked: whether the first that waits cannot be admitted in this plan; nobody overtakes it.
+    """
+
+    budget: int
+    head: Sequence | None = None
+    blocked: bool = False
+    num_parked: int = 0
+    rows: list[PlanRow] = field(default_factory=list)
+    seqs: list[Sequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+def check_can_progress(limits: RunnerLimits, prefill_chunk: int) -> None:
+    """Raise `ConfigError` if a scheduler within `limits` could get stuck."""
+    if prefill_chunk < 1:
+        raise ConfigError(f"prefill_chunk must be at least 1, found {prefill_chunk}")
+    if limits.max_step_tokens < limits.max_seqs:
+        raise ConfigError(
+            f"max_step_tokens ({limits.max_step_tokens}) must be at least max_seqs ({limits.max_seqs}), "
+            "so that every running sequence can decode in a step"
+        )
 
 
 def importance(seq: Sequence) -> tuple[int, int]:
@@ -32,6 +67,17 @@ def new_sequence(
     )
 
 
+def lacks_one(seq: Sequence) -> bool:
+    """Whether `seq`, which runs, lacks one token: a decode, whose share of the budget comes before that of any chunk."""
+    return len(seq.tokens) + seq.in_flight - seq.planned == 1
+
+
+def pages_soon(seq: Sequence, page_size: int) -> int:
+    """Pages that `seq` lacks for its known tokens and a page of further ones."""
+    num_positions = min(len(seq.tokens) + seq.in_flight + page_size, seq.max_positions)
+    return -(-num_positions // page_size) - len(seq.pages)
+
+
 def make_row(seq: Sequence, count: int, *, fresh: bool) -> PlanRow:
     """The row for the next `count` tokens, whose pages are there; moves the planned cursor."""
     start = seq.planned
@@ -47,6 +93,7 @@ def make_row(seq: Sequence, count: int, *, fresh: bool) -> PlanRow:
     return PlanRow(
         seq.seq_id, seq.slot, start, count, tokens, seq.pages, sample,
         len(request.prompt), request.params, seq.seed, seq.stop_ids, fresh,
+        tuple(seq.tokens[:start]) if fresh else (),
     )  # fmt: skip
 
 

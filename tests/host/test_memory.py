@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.errors import ConfigError
 from jaxserve.host.memory import Memory
 from jaxserve.host.prefix import PrefixTree, cost_aware
 from jaxserve.request import Request, Sequence
@@ -305,6 +306,14 @@ def test_what_is_there_can_be_pinned() -> None:
     assert (bench.memory.num_free, bench.memory.num_cached) == (2, 0)
     assert bench.memory.pin(prompt(9), "") == 0
     bench.check()
+
+
+def test_no_more_than_half_of_the_pool_can_be_pinned() -> None:
+    bench = Bench(num_pages=4)
+    with pytest.raises(ConfigError, match="a prefix of 12 tokens, 3 pages of 4, cannot be pinned"):
+        bench.memory.pin(prompt(12), "")
+    bench.check()
+    assert bench.memory.num_pinned == 0
 
 
 def test_after_a_failure_nothing_is_known_and_what_was_pinned_is_pinned_again() -> None:
