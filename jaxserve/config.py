@@ -117,7 +117,15 @@ class HttpConfig:
         served_model_name: the model's name in requests and answers; "" takes the model's own.
         max_body_bytes: larger request bodies are refused.
         max_queue_requests: requests that may wait; more are answered 429.
-        max_queue_tokens: prompt tokens that may wait; more are answered 429.
+        max_queue_tokens: prompt tokens that may wait; more are answered 429; 0 takes four times what the KV pool holds.
+        max_output_tokens: output tokens of an answer at most; requests for more are answered 400; 0 for no limit but the
+            context.
+        request_timeout: seconds after which a request is answered 408, waiting or running; 0 for no limit. Its own
+            `timeout` holds if it is shorter.
+        slo_ttft_ms: milliseconds in which the first token has to come; a request that would miss this is answered 429; 0 for
+            no target. Batch requests are exempt.
+        api_key: what clients must send as a bearer token; "" serves anyone.
+        api_keys_file: TOML file of API keys with labels, weights and priorities; see the README.
         drain_seconds: how long running requests may go on after SIGTERM.
         stall_seconds: how long a client may read nothing of a stream before it is dropped.
     """
@@ -126,10 +134,22 @@ class HttpConfig:
     port: int = 8000
     served_model_name: str = ""
     max_queue_requests: int = 1024
-    max_queue_tokens: int = 1_000_000
+    max_queue_tokens: int = 0
+    max_output_tokens: int = 0
+    request_timeout: float = 0.0
+    slo_ttft_ms: float = 0.0
+    api_key: str = field(default="", repr=False)
+    api_keys_file: str = ""
     max_body_bytes: int = 16 * 1024 * 1024
     drain_seconds: float = 30.0
     stall_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_queue_tokens", "max_output_tokens", "request_timeout", "slo_ttft_ms"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, found {getattr(self, name)}")
+        if self.max_queue_requests < 1:
+            raise ConfigError(f"max_queue_requests must be at least 1, found {self.max_queue_requests}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,12 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 16
 
+MIN_PRIORITY, MAX_PRIORITY = -100, 100
 INTERACTIVE_PRIORITY = 0
 BATCH_PRIORITY = 10
 """Requests at this priority or a less urgent one fill what others leave; no time to the first token is kept for them."""
+
+PRIORITY_NAMES = {"interactive": INTERACTIVE_PRIORITY, "batch": BATCH_PRIORITY}
 
 
 class FinishReason(enum.StrEnum):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jaxserve.engine.core import EngineStats
-from jaxserve.errors import EngineError, JaxserveError, NotReady
+from jaxserve.errors import EngineError, JaxserveError, NotReady, RequestTimeout
 from jaxserve.host.admission import Admission
 from jaxserve.request import FinishReason, Request, TokenEvent
 
@@ -60,6 +60,7 @@ class TokenStream:
 
         Raises:
             EngineError: the engine failed under a request of this stream.
+            RequestTimeout: a deadline has come.
             NotReady: the engine shut down before it finished.
         """
         while not self._pending:
@@ -111,6 +112,11 @@ class TokenStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _timeout(event: TokenEvent) -> RequestTimeout:
+    done = f"{event.num_output} output tokens were made" if event.num_output else "it had not begun"
+    return RequestTimeout(f"the request's time ran out: {done}")
 
 
 def _merge(first: TokenEvent, second: TokenEvent) -> TokenEvent:
@@ -239,6 +245,8 @@ class AsyncEngine:
                 self._forget(event.request_id)
             if event.finish_reason is FinishReason.ERROR:
                 stream._fail(event.request_id, EngineError("the engine failed while it worked on this request"))
+            elif event.finish_reason is FinishReason.TIMEOUT:
+                stream._fail(event.request_id, _timeout(event))
             else:
                 stream._put(event)
         for request_id, error in batch.refusals:

@@ -74,6 +74,8 @@ class Translator:
         call = parse(body, self._tokenizer, model=self._model_name, max_context=self._limits.max_context, call_id=call_id)
         if call.stream:
             raise InvalidRequest("stream must be false in a file", param="stream")
+        if call.timeout is not None:
+            raise InvalidRequest("timeout is for servers: nobody waits for the answers of a file", param="timeout")
         if not line.is_batch and len(call.requests) != 1:
             raise InvalidRequest("a line that is not in batch format has one prompt and one choice", param="n")
         for request in call.requests:

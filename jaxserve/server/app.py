@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from aiohttp import web
 
 from jaxserve.config import HttpConfig
-from jaxserve.server.handlers import ROUTES, SERVICE, errors_as_json
+from jaxserve.server.handlers import ROUTES, SERVICE, errors_as_json, known_callers_only
 from jaxserve.server.service import ServerParts, Service
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,11 @@ def build_app(loading: Awaitable[ServerParts], config: HttpConfig) -> web.Applic
     """An application that answers `/health` at once and serves the model when `loading` is done.
 
     The engine runs from then until the application is cleaned up.
+
+    Raises:
+        ConfigError: the API keys of `config` cannot be read.
     """
-    app = web.Application(middlewares=[errors_as_json], client_max_size=config.max_body_bytes)
+    app = web.Application(middlewares=[errors_as_json, known_callers_only], client_max_size=config.max_body_bytes)
     service = Service(config)
     app[SERVICE] = service
 

@@ -1,17 +1,18 @@
 """The routes: one handler each, and errors as OpenAI's error object for all of them.
 
-Owns how a call is answered over a connection: in one piece or as server-sent events, to readers that leave or stall. Does
-not know what bodies mean (`openai`), what answers look like (`responses`) or the server's lifetime (`app`).
+Owns which calls are answered to whom: keys are checked before anything else, retries join what runs. Does not know what
+bodies mean (`openai`), how an answer is written (`answers`) or the server's lifetime (`app`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,35 +20,32 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from jaxserve import __version__
-from jaxserve.engine.output import ShownToken
 from jaxserve.engine.text import Tokenizer
-from jaxserve.errors import JaxserveError, ModelNotFound
-from jaxserve.request import FinishReason
+from jaxserve.errors import InvalidRequest, JaxserveError, ModelNotFound, NotReady, QueueFull
 from jaxserve.server import metrics, responses
+from jaxserve.server.answers import INTERNAL_ERROR, Answer, Outcome
 from jaxserve.server.body import parse_json
 from jaxserve.server.generation import Generation
+from jaxserve.server.joining import Begun
+from jaxserve.server.keys import Caller
 from jaxserve.server.openai import Call, parse_chat, parse_completion
 from jaxserve.server.service import Model, Service, State
+from jaxserve.server.terms import grant
 
 logger = logging.getLogger(__name__)
 
 SERVICE = web.AppKey("service", Service)
 
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""What is answered without an API key: what probes and scrapers ask for. None of it has a prompt, an answer or a key."""
+
+JOIN_HEADERS = ("Idempotency-Key", "X-Request-Id")
+"""Headers that name a request, so that its retry is known; the first of them that it has counts."""
+
+MAX_JOIN_KEY = 255
+
 LARGE_BODY = 32 * 1024
 """Bytes from which a body is read in another thread, since encoding its text would hold up every stream."""
-
-INTERNAL_ERROR = "the server failed; its log says how"
-
-STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
-
-
-class ReaderStalled(ConnectionError):
-    """The client has read nothing for too long."""
-
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
@@ -64,7 +62,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except JaxserveError as error:
-        return _error_response(error, responses.status_of(error), headers=responses.retry_headers(error))
+        return _error_response(error, responses.status_of(error), headers=responses.error_headers(error))
     except web.HTTPException as error:
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         return _error_response(
@@ -87,6 +85,24 @@ def _describe_http_error(request: web.Request, error: web.HTTPException) -> str:
         limit = request.app[SERVICE].config.max_body_bytes
         return f"the body is larger than {limit} bytes, the most that this server reads"
     return f"{what}: {error.reason}"
+
+
+@web.middleware
+async def known_callers_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse whoever has no key of this server, whatever they ask for, but for `OPEN_PATHS`."""
+    if request.path not in OPEN_PATHS:
+        caller_of(request)
+    return await handler(request)
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Who sent the request.
+
+    Raises:
+        Unauthorized: it has no key of this server.
+    """
+    caller: Caller = request.app[SERVICE].keys.identify(request.headers.get("Authorization"))
+    return caller
 
 
 # --- completions ------------------------------------------------------------------------------------------------------
@@ -116,20 +132,16 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await _answer(request, CHAT)
 
 
-@dataclass
-class _Outcome:
-    name: str = "error"
-
-
 @contextmanager
-def _counted(service: Service, endpoint: Endpoint) -> Iterator[_Outcome]:
-    """Count the request by its outcome, which is `ok` unless an exception or `answer` says otherwise."""
-    outcome = _Outcome("ok")
+def _counted(service: Service, endpoint: Endpoint, caller: Caller) -> Iterator[Outcome]:
+    """Count the request by its outcome, which is `ok` unless an exception or `Answer` says otherwise."""
+    outcome = Outcome("ok")
     try:
         yield outcome
     except JaxserveError as error:
-        status = responses.status_of(error)
-        outcome.name = "busy" if status in (429, 503) else "refused" if status < 500 else "error"
+        outcome.name = _outcome_of(error)
+        if isinstance(error, (QueueFull, NotReady)):
+            service.metrics.refused.labels(error.code).inc()
         raise
     except web.HTTPException:
         outcome.name = "refused"
@@ -142,144 +154,82 @@ def _counted(service: Service, endpoint: Endpoint) -> Iterator[_Outcome]:
         raise
     finally:
         service.metrics.requests.labels(endpoint.name, outcome.name).inc()
+        service.metrics.tenant_requests.labels(caller.label, outcome.name).inc()
+
+
+def _outcome_of(error: JaxserveError) -> str:
+    status = responses.status_of(error)
+    if status in (429, 503):
+        return "busy"
+    if status == 408:
+        return "timeout"
+    return "refused" if status < 500 else "error"
 
 
 async def _answer(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
-    service = request.app[SERVICE]
-    clock = metrics.TokenClock(service.metrics)
-    with _counted(service, endpoint) as outcome:
+    service: Service = request.app[SERVICE]
+    caller = caller_of(request)
+    clock = metrics.TokenClock(service.metrics, caller.label)
+    with _counted(service, endpoint, caller) as outcome:
         model = service.require_model()
-        call = await _read_call(request, endpoint, model)
-        with model.engine.open(*call.requests) as stream:
-            service.metrics.prompt_tokens.inc(call.num_prompt_tokens)
-            generation = Generation(call, stream, model.tokenizer, clock, service.metrics)
-            answer = _Answer(request, service, model, endpoint.shape(model.tokenizer), call, generation)
-            response = await (answer.stream(outcome) if call.stream else answer.whole())
+        async with _begun(request, endpoint, caller, model, clock) as begun:
+            shape = endpoint.shape(model.tokenizer)
+            answer = Answer(request, begun, shape, model_name=model.name, stall_seconds=service.config.stall_seconds)
+            response = await (answer.stream(outcome) if begun.call.stream else answer.whole())
         if outcome.name == "ok":
             clock.finish()
         return response
 
 
-async def _read_call(request: web.Request, endpoint: Endpoint, model: Model) -> Call:
+@asynccontextmanager
+async def _begun(
+    request: web.Request, endpoint: Endpoint, caller: Caller, model: Model, clock: metrics.TokenClock
+) -> AsyncIterator[Begun]:
+    """The request's call while this client waits for it: its own, or one that others wait for too."""
+    service: Service = request.app[SERVICE]
     data = await request.read()
 
+    async def begin() -> AbstractContextManager[Begun]:
+        call = grant(await _read_call(data, endpoint, model), caller, model.terms, now=clock.arrived)
+        return _generating(call, service, model, clock)
+
+    key = _join_key(request)
+    if key is None:
+        with await begin() as begun:
+            yield begun
+        return
+    fingerprint = hashlib.sha256(request.path.encode() + b"\0" + data).digest()
+    with service.calls.join((caller.label, key), fingerprint, begin) as reader:
+        yield await reader.begun()
+
+
+def _join_key(request: web.Request) -> str | None:
+    for name in JOIN_HEADERS:
+        value = request.headers.get(name, "").strip()
+        if len(value) > MAX_JOIN_KEY:
+            raise InvalidRequest(f"the header {name} must have at most {MAX_JOIN_KEY} characters, found {len(value)}")
+        if value:
+            return value
+    return None
+
+
+@contextmanager
+def _generating(call: Call, service: Service, model: Model, clock: metrics.TokenClock) -> Iterator[Begun]:
+    """Have the engine work on `call`, until it is done or nobody wants it any more."""
+    with model.engine.open(*call.requests) as stream:
+        clock.admit(call.num_prompt_tokens)
+        generation = Generation(call, stream, model.tokenizer, clock, service.metrics)
+        yield Begun(call, int(time.time()), generation)
+
+
+async def _read_call(data: bytes, endpoint: Endpoint, model: Model) -> Call:
     def parse() -> Call:
         call_id = endpoint.id_prefix + uuid.uuid4().hex
         return endpoint.parse(
-            parse_json(data), model.tokenizer, model=model.name, max_context=model.max_context, call_id=call_id
+            parse_json(data), model.tokenizer, model=model.name, max_context=model.terms.limits.max_context, call_id=call_id
         )
 
     return parse() if len(data) < LARGE_BODY else await asyncio.to_thread(parse)
-
-
-class _Answer:
-    """Writes one call's answer."""
-
-    def __init__(
-        self,
-        request: web.Request,
-        service: Service,
-        model: Model,
-        shape: responses.Shape,
-        call: Call,
-        generation: Generation,
-    ) -> None:
-        self._request = request
-        self._stall_seconds = service.config.stall_seconds
-        self._model = model
-        self._shape = shape
-        self._call = call
-        self._generation = generation
-        self._created = int(time.time())
-
-    async def whole(self) -> web.Response:
-        """Wait for every choice, then answer at once."""
-        num_choices = len(self._call.requests)
-        texts: list[list[str]] = [[] for _ in range(num_choices)]
-        tokens: list[list[ShownToken]] = [[] for _ in range(num_choices)]
-        reasons: list[FinishReason] = [FinishReason.STOP] * num_choices
-        while deltas := await self._generation.read():
-            for index, delta in deltas:
-                texts[index].append(delta.text)
-                tokens[index].extend(delta.tokens)
-                if delta.finish_reason is not None:
-                    reasons[index] = delta.finish_reason
-        wants_logprobs = self._call.requests[0].params.logprobs is not None
-        body = responses.whole(
-            self._shape,
-            call_id=self._call.call_id,
-            created=self._created,
-            model=self._model.name,
-            choices=[
-                ("".join(texts[index]), tokens[index] if wants_logprobs else None, reasons[index])
-                for index in range(num_choices)
-            ],
-            num_prompt=self._call.num_prompt_tokens,
-            num_output=self._generation.num_output,
-        )
-        return web.json_response(body)
-
-    async def stream(self, outcome: _Outcome) -> web.StreamResponse:
-        """Answer with server-sent events as text comes; an error after the headers is an event too.
-
-        A client that leaves ends this by cancellation or, where a write notices first, here.
-        """
-        response = web.StreamResponse(headers=STREAM_HEADERS)
-        await response.prepare(self._request)
-        try:
-            error = await self._write_choices(response)
-            if error is not None:
-                outcome.name = "error"
-                await self._write(response, responses.event(error))
-            await self._write(response, responses.DONE)
-        except ReaderStalled:
-            outcome.name = "stalled"
-        except ConnectionError:
-            outcome.name = "disconnected"
-        return response
-
-    async def _write_choices(self, response: web.StreamResponse) -> dict[str, Any] | None:
-        """Write chunks until every choice has ended; what to say if the engine, or we, failed."""
-        try:
-            await self._write_chunks(response)
-        except ConnectionError:
-            raise
-        except JaxserveError as error:
-            return responses.error_body(error, status=responses.status_of(error))
-        except Exception:
-            logger.exception("a stream failed")
-            return responses.error_body(INTERNAL_ERROR, status=500, code="internal_error")
-        return None
-
-    async def _write_chunks(self, response: web.StreamResponse) -> None:
-        call, generation = self._call, self._generation
-        writer = responses.ChunkWriter(
-            self._shape,
-            call_id=call.call_id,
-            created=self._created,
-            model=self._model.name,
-            num_choices=len(call.requests),
-            include_usage=call.include_usage,
-        )
-        opening = b"".join(map(writer.opening, range(len(call.requests))))
-        if opening:
-            await self._write(response, opening)
-        while deltas := await generation.read():
-            chunks = b"".join([writer.delta(index, delta) for index, delta in deltas])
-            if chunks:
-                await self._write(response, chunks)
-        if call.include_usage:
-            await self._write(response, writer.usage(call.num_prompt_tokens, generation.num_output))
-
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        """Write, which waits only while the client reads more slowly than we write."""
-        try:
-            async with asyncio.timeout(self._stall_seconds):
-                await response.write(data)
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ReaderStalled(f"the client read nothing for {self._stall_seconds:g} s") from None
 
 
 # --- models, and the server itself ------------------------------------------------------------------------------------

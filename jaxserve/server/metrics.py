@@ -31,13 +31,35 @@ class Metrics:
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "jaxserve_requests",
-            "HTTP requests for completions, by how they ended: ok, refused (4xx), busy (429, 503), error (5xx or in the "
-            "stream), disconnected (the client left), stalled (it stopped reading).",
+            "HTTP requests for completions, by how they ended: ok, refused (4xx), busy (429, 503), timeout (408 or in the "
+            "stream), error (5xx or in the stream), disconnected (the client left), stalled (it stopped reading).",
             ["endpoint", "outcome"],
+            registry=self._registry,
+        )
+        self.tenant_requests = Counter(
+            "jaxserve_tenant_requests",
+            "HTTP requests for completions, by the label of their API key and how they ended.",
+            ["tenant", "outcome"],
+            registry=self._registry,
+        )
+        self.tenant_tokens = Counter(
+            "jaxserve_tenant_tokens",
+            "Tokens by the label of their API key: those of admitted prompts, and those handed out.",
+            ["tenant", "kind"],
+            registry=self._registry,
+        )
+        self.refused = Counter(
+            "jaxserve_shed_requests",
+            "HTTP requests for completions that were turned away for now: queue_full (429), tenant_share (429: the key's part "
+            "of the queue is full), too_late (429: its first token would miss the target), not_ready (503).",
+            ["reason"],
             registry=self._registry,
         )
         self.finished = Counter(
             "jaxserve_choices", "Choices that ended, by finish reason.", ["reason"], registry=self._registry
+        )
+        self.joined = self._counter(
+            "jaxserve_joined_requests", "HTTP requests that joined one that ran, by a key they gave it."
         )
         self.prompt_tokens = self._counter("jaxserve_prompt_tokens", "Prompt tokens of admitted requests.")
         self.output_tokens = self._counter("jaxserve_output_tokens", "Output tokens handed to requests.")
@@ -77,6 +99,13 @@ class _EngineCollector(Collector):
         gauges: dict[str, tuple[str, float]] = {
             "queued_requests": ("Requests that wait for their first token.", self._admission.queued_requests),
             "queued_tokens": ("Prompt tokens of those.", self._admission.queued_tokens),
+            "queue_limit_tokens": ("Prompt tokens that may wait.", self._admission.max_queue_tokens),
+            "queue_drain_tokens_per_second": (
+                "Prompt tokens that leave the queue while there is a backlog; 0 while unknown.",
+                self._admission.drain_rate or 0.0,
+            ),
+            "first_token_margin": ("The factor by which forecasts of first tokens are stretched.", self._admission.margin),
+            "shed_share": ("The part of sequences turned away over the last minute, 0 to 1.", self._admission.shed_share),
             "running_sequences": ("Sequences that hold a slot.", stats.running),
             "waiting_sequences": ("Sequences that wait for a slot, new or preempted.", stats.waiting),
             "free_pages": ("Free pages of the KV pool.", stats.free_pages),
@@ -102,12 +131,23 @@ class _EngineCollector(Collector):
 
 
 class TokenClock:
-    """Times the tokens of one HTTP request from its arrival."""
+    """Times and counts the tokens of one HTTP request of a tenant.
 
-    def __init__(self, metrics: Metrics) -> None:
+    Attributes:
+        arrived: when it came, by `time.monotonic`.
+    """
+
+    def __init__(self, metrics: Metrics, tenant: str) -> None:
         self._metrics = metrics
-        self._arrived = time.monotonic()
+        self._tenant = tenant
+        self._output_tokens = metrics.tenant_tokens.labels(tenant, "output")
+        self.arrived = time.monotonic()
         self._last: dict[str, float] = {}
+
+    def admit(self, num_prompt_tokens: int) -> None:
+        """Take note that the engine has taken it on."""
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.tenant_tokens.labels(self._tenant, "prompt").inc(num_prompt_tokens)
 
     def observe(self, events: Iterable[TokenEvent]) -> None:
         """Take note of tokens that have just come."""
@@ -118,14 +158,15 @@ class TokenClock:
             if not num_tokens:
                 continue
             metrics.output_tokens.inc(num_tokens)
+            self._output_tokens.inc(num_tokens)
             last = self._last.get(event.request_id)
             self._last[event.request_id] = now
             if last is None:
-                metrics.first_token.observe(now - self._arrived)
+                metrics.first_token.observe(now - self.arrived)
                 continue
             for _ in range(num_tokens):  # tokens that came together share the time since the last
                 metrics.inter_token.observe((now - last) / num_tokens)
 
     def finish(self) -> None:
         """Take note that the answer is complete."""
-        self._metrics.request_seconds.observe(time.monotonic() - self._arrived)
+        self._metrics.request_seconds.observe(time.monotonic() - self.arrived)

@@ -2,7 +2,8 @@
 
 Owns which fields there are, and the rule that each either works or is refused with an error that names it. Fields beyond
 OpenAI's (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority`,
-`chat_template_kwargs`) are vLLM's. The way back is in `responses`.
+`chat_template_kwargs`) are vLLM's, but `timeout` and the names of priorities. What a caller may ask for is in `terms`, the
+way back in `responses`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from typing import Any
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import InvalidRequest, ModelNotFound
-from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
+from jaxserve.request import (
+    INTERACTIVE_PRIORITY,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    PRIORITY_NAMES,
+    Request,
+    SamplingParams,
+)
 from jaxserve.server.body import Body, check_text, invalid
 from jaxserve.server.messages import check_shown, parse_messages
 
@@ -28,7 +37,7 @@ SAMPLING_FIELDS = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
 )
-COMMON_FIELDS = ("model", "n", "stream", "stream_options", "priority", *SAMPLING_FIELDS)
+COMMON_FIELDS = ("model", "n", "stream", "stream_options", "priority", "timeout", *SAMPLING_FIELDS)
 
 # They say who asks, or which requests are alike; answers do not depend on them.
 LABEL_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
@@ -86,6 +95,8 @@ class Call:
         requests: by choice index, which is prompt index * n + j.
         num_prompt_tokens: of all prompts, each counted once.
         include_usage: whether a stream ends with a usage chunk.
+        priority: of the requests if the body has one, else None.
+        timeout: seconds that the whole answer may take, or None.
     """
 
     call_id: str
@@ -93,6 +104,8 @@ class Call:
     num_prompt_tokens: int
     stream: bool
     include_usage: bool
+    priority: int | None = None
+    timeout: float | None = None
 
 
 def parse_completion(value: Any, tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str) -> Call:
@@ -148,10 +161,15 @@ def _call(body: Body, prompts: list[list[int]], n: int, params: SamplingParams, 
     if len(prompts) * n > MAX_SEQUENCES:
         raise InvalidRequest(f"prompt: {len(prompts)} prompts x n {n} > {MAX_SEQUENCES} sequences a request", param="prompt")
     stream = body.boolean("stream")
-    priority = body.integer("priority", 0, low=-(2**31), high=2**31 - 1)
+    priority = _priority(body)
     choices = [_with_choice_seed(params, j) for j in range(n)]
     requests = tuple(
-        Request(request_id=f"{call_id}-{i * n + j}", prompt=prompt, params=choice, priority=priority)
+        Request(
+            request_id=f"{call_id}-{i * n + j}",
+            prompt=prompt,
+            params=choice,
+            priority=INTERACTIVE_PRIORITY if priority is None else priority,
+        )
         for i, prompt in enumerate(map(tuple, prompts))
         for j, choice in enumerate(choices)
     )
@@ -161,7 +179,29 @@ def _call(body: Body, prompts: list[list[int]], n: int, params: SamplingParams, 
         num_prompt_tokens=sum(map(len, prompts)),
         stream=stream,
         include_usage=_include_usage(body, stream),
+        priority=priority,
+        timeout=_timeout(body),
     )
+
+
+def _priority(body: Body) -> int | None:
+    value = body.get("priority")
+    if isinstance(value, str):
+        if value not in PRIORITY_NAMES:
+            expected = f"{', '.join(map(repr, PRIORITY_NAMES))} or an integer from {MIN_PRIORITY} to {MAX_PRIORITY}"
+            raise invalid("priority", expected, value)
+        return PRIORITY_NAMES[value]
+    priority: int | None = body.integer("priority", low=MIN_PRIORITY, high=MAX_PRIORITY)
+    return priority
+
+
+def _timeout(body: Body) -> float | None:
+    seconds = body.number("timeout", 0.0)
+    if body.get("timeout") is None:
+        return None
+    if seconds <= 0.0:
+        raise invalid("timeout", "a number of seconds above 0", body.get("timeout"))
+    return seconds
 
 
 def _include_usage(body: Body, stream: bool) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.engine.output import OutputDelta, ShownToken
 from jaxserve.engine.text import Tokenizer
-from jaxserve.errors import JaxserveError, QueueFull, RequestError
+from jaxserve.errors import JaxserveError, QueueFull, RequestError, RequestTimeout, Unauthorized
 from jaxserve.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -210,7 +210,13 @@ class ChunkWriter:
 
 def error_body(error: JaxserveError | str, *, status: int, code: str | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
-    kinds = {429: "rate_limit_error", 503: "service_unavailable_error"}
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        408: "timeout_error",
+        429: "rate_limit_error",
+        503: "service_unavailable_error",
+    }
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     if isinstance(error, RequestError):
         code = error.code
@@ -223,8 +229,12 @@ def status_of(error: JaxserveError) -> int:
     return error.status if isinstance(error, RequestError) else 500
 
 
-def retry_headers(error: JaxserveError) -> dict[str, str]:
-    """`Retry-After` for what may work later."""
+def error_headers(error: JaxserveError) -> dict[str, str]:
+    """`Retry-After` for what may work later, and how to identify oneself."""
     if isinstance(error, QueueFull):
         return {"Retry-After": str(max(1, round(error.retry_after)))}
+    if isinstance(error, Unauthorized):
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, RequestTimeout):  # OpenAI's clients repeat after a 408 unless they are told not to
+        return {"x-should-retry": "false"}
     return {"Retry-After": "5"} if status_of(error) == 503 else {}

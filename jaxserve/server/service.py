@@ -17,7 +17,10 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import EngineError, NotReady
 from jaxserve.host.admission import Admission
 from jaxserve.plan import RunnerLimits
+from jaxserve.server.joining import CallRegistry
+from jaxserve.server.keys import load_keys
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class Model:
     name: str
     tokenizer: Tokenizer
     engine: AsyncEngine
-    max_context: int
+    terms: Terms
     created: int
 
 
@@ -64,12 +67,19 @@ class Service:
     """One server's model and state. Lives on the event loop's thread.
 
     Attributes:
+        keys: who may call it.
+        calls: those that retries may join.
         load_error: why loading failed, or None.
+
+    Raises:
+        ConfigError: the API keys cannot be read.
     """
 
     def __init__(self, config: HttpConfig) -> None:
         self.config = config
         self.metrics = Metrics()
+        self.keys = load_keys(config)
+        self.calls = CallRegistry(self.metrics.joined.inc)
         self.load_error: BaseException | None = None
         self._model: Model | None = None
         self._draining = False
@@ -85,13 +95,20 @@ class Service:
             parts.limits,
             max_queue_requests=self.config.max_queue_requests,
             max_queue_tokens=self.config.max_queue_tokens,
+            slo_ttft_seconds=self.config.slo_ttft_ms / 1000.0,
+            num_tenants=len(self.keys),
         )
         engine = AsyncEngine(parts.core, admission)
         self.metrics.observe_engine(lambda: engine.stats, admission, parts.num_compiles)
         if self._draining:
             admission.drain()
         engine.start()
-        self._model = Model(parts.model_name, parts.tokenizer, engine, parts.limits.max_context, int(now()))
+        terms = Terms(
+            limits=parts.limits,
+            max_output_tokens=self.config.max_output_tokens,
+            max_seconds=self.config.request_timeout,
+        )
+        self._model = Model(parts.model_name, parts.tokenizer, engine, terms, int(now()))
         logger.info("ready: serving %s", parts.model_name)
 
     @property

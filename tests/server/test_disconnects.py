@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from jaxserve.config import HttpConfig
-from jaxserve.server import handlers
+from jaxserve.server import answers
 from tests.engine.engines import fake_engine
 from tests.server.serving import BYTE_LEVEL, MODEL, Serving, serving
 
@@ -106,13 +106,13 @@ async def test_closing_the_client_s_stream_early() -> None:
 @pytest.fixture
 def small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much a kernel takes from a server before a client has read it differs by megabytes; make it little."""
-    original = handlers._Answer._write_chunks
+    original = answers.Answer._write_chunks
 
     async def write_chunks(answer: Any, response: Any) -> None:
         answer._request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         await original(answer, response)
 
-    monkeypatch.setattr(handlers._Answer, "_write_chunks", write_chunks)
+    monkeypatch.setattr(answers.Answer, "_write_chunks", write_chunks)
 
 
 @pytest.mark.usefixtures("small_send_buffers")

@@ -1,0 +1,146 @@
+"""How one call is answered over a connection: in one piece or as server-sent events, to readers that leave or stall.
+
+Does not know what bodies mean (`openai`), what answers look like (`responses`), where text comes from (a `joining.Source`) or
+routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from jaxserve.engine.output import ShownToken
+from jaxserve.errors import JaxserveError, RequestTimeout
+from jaxserve.request import FinishReason
+from jaxserve.server import responses
+from jaxserve.server.joining import Begun
+
+logger = logging.getLogger(__name__)
+
+INTERNAL_ERROR = "the server failed; its log says how"
+
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class ReaderStalled(ConnectionError):
+    """The client has read nothing for too long."""
+
+
+@dataclass
+class Outcome:
+    """How a request ended, as it is counted."""
+
+    name: str = "error"
+
+
+class Answer:
+    """Writes one call's answer to one client."""
+
+    def __init__(
+        self, request: web.Request, begun: Begun, shape: responses.Shape, *, model_name: str, stall_seconds: float
+    ) -> None:
+        self._request = request
+        self._call = begun.call
+        self._source = begun.source
+        self._created = begun.created
+        self._shape = shape
+        self._model_name = model_name
+        self._stall_seconds = stall_seconds
+
+    async def whole(self) -> web.Response:
+        """Wait for every choice, then answer at once."""
+        num_choices = len(self._call.requests)
+        texts: list[list[str]] = [[] for _ in range(num_choices)]
+        tokens: list[list[ShownToken]] = [[] for _ in range(num_choices)]
+        reasons: list[FinishReason] = [FinishReason.STOP] * num_choices
+        while deltas := await self._source.read():
+            for index, delta in deltas:
+                texts[index].append(delta.text)
+                tokens[index].extend(delta.tokens)
+                if delta.finish_reason is not None:
+                    reasons[index] = delta.finish_reason
+        wants_logprobs = self._call.requests[0].params.logprobs is not None
+        body = responses.whole(
+            self._shape,
+            call_id=self._call.call_id,
+            created=self._created,
+            model=self._model_name,
+            choices=[
+                ("".join(texts[index]), tokens[index] if wants_logprobs else None, reasons[index])
+                for index in range(num_choices)
+            ],
+            num_prompt=self._call.num_prompt_tokens,
+            num_output=self._source.num_output,
+        )
+        return web.json_response(body)
+
+    async def stream(self, outcome: Outcome) -> web.StreamResponse:
+        """Answer with server-sent events as text comes; an error after the headers is an event too.
+
+        A client that leaves ends this by cancellation or, where a write notices first, here.
+        """
+        response = web.StreamResponse(headers=STREAM_HEADERS)
+        await response.prepare(self._request)
+        try:
+            error = await self._write_choices(response, outcome)
+            if error is not None:
+                await self._write(response, responses.event(error))
+            await self._write(response, responses.DONE)
+        except ReaderStalled:
+            outcome.name = "stalled"
+        except ConnectionError:
+            outcome.name = "disconnected"
+        return response
+
+    async def _write_choices(self, response: web.StreamResponse, outcome: Outcome) -> dict[str, Any] | None:
+        """Write chunks until every choice has ended; what to say if the engine, or we, failed, or time ran out."""
+        try:
+            await self._write_chunks(response)
+        except ConnectionError:
+            raise
+        except JaxserveError as error:
+            outcome.name = "timeout" if isinstance(error, RequestTimeout) else "error"
+            return responses.error_body(error, status=responses.status_of(error))
+        except Exception:
+            logger.exception("a stream failed")
+            outcome.name = "error"
+            return responses.error_body(INTERNAL_ERROR, status=500, code="internal_error")
+        return None
+
+    async def _write_chunks(self, response: web.StreamResponse) -> None:
+        call, source = self._call, self._source
+        writer = responses.ChunkWriter(
+            self._shape,
+            call_id=call.call_id,
+            created=self._created,
+            model=self._model_name,
+            num_choices=len(call.requests),
+            include_usage=call.include_usage,
+        )
+        opening = b"".join(map(writer.opening, range(len(call.requests))))
+        if opening:
+            await self._write(response, opening)
+        while deltas := await source.read():
+            chunks = b"".join([writer.delta(index, delta) for index, delta in deltas])
+            if chunks:
+                await self._write(response, chunks)
+        if call.include_usage:
+            await self._write(response, writer.usage(call.num_prompt_tokens, source.num_output))
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        """Write, which waits only while the client reads more slowly than we write."""
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                await response.write(data)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ReaderStalled(f"the client read nothing for {self._stall_seconds:g} s") from None
