@@ -42,10 +42,10 @@ def build(config: ServeConfig) -> Engine:
     """A warm engine, with its progress on stderr. Imports JAX, so only whoever runs one pays for that."""
     from jaxserve.launch import build_engine
 
-    return build_engine(config, progress=_tenths())
+    return build_engine(config, progress=tenths())
 
 
-def _tenths() -> Callable[[str, int, int], None]:
+def tenths() -> Callable[[str, int, int], None]:
     """Says on stderr each tenth of a stage that is done, whatever it counts."""
     said: dict[str, int] = {}
 

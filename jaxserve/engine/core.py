@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.errors import EngineError
@@ -62,11 +63,25 @@ class EngineCore:
     requests that only hold pages are preempted, since the runner may have lost the pool, and are recomputed; waiting
     ones are untouched. The engine then goes on. After `MAX_FAILURES_IN_A_ROW` failures with no good step between them
     it is `dead`: every request ends with ERROR, and `add` raises.
+
+    Args:
+        clock: seconds.
+        on_step: called after each step whose time on the device could be told, with its plan and the seconds.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool,
+        clock: Callable[[], float] = time.perf_counter,
+        on_step: Callable[[StepPlan, float], None] | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._clock = clock
+        self._on_step = on_step
         self._max_in_flight = 2 if overlap else 1
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._failures_in_a_row = 0
@@ -112,7 +127,7 @@ class EngineCore:
         return self._scheduler.expire() + self._run_step()
 
     def _run_step(self) -> list[TokenEvent]:
-        started = time.perf_counter()
+        started = self._clock()
         plan = self._scheduler.plan()
         if plan is not None:
             try:
@@ -127,16 +142,16 @@ class EngineCore:
 
     def _collect_oldest(self) -> list[TokenEvent]:
         plan, handle = self._in_flight.popleft()
-        wait_from = time.perf_counter()
+        wait_from = self._clock()
         try:
             result = handle.result()
         except Exception as error:
             return self._fail(error)
-        wait_to = time.perf_counter()
-        self._note_waited(wait_from, wait_to)
+        wait_to = self._clock()
+        self._note_waited(plan, wait_from, wait_to)
         events = self._scheduler.commit(plan, result)
         if not self._in_flight:
-            self._exposed_host_seconds += time.perf_counter() - wait_to
+            self._exposed_host_seconds += self._clock() - wait_to
         self._failures_in_a_row = 0
         self._num_steps += 1
         self._num_tokens += plan.num_tokens
@@ -145,13 +160,15 @@ class EngineCore:
 
     def _note_submitted(self, started: float) -> None:
         if not self._in_flight:
-            self._host_since = time.perf_counter()
+            self._host_since = self._clock()
             self._exposed_host_seconds += self._host_since - started
 
-    def _note_waited(self, wait_from: float, wait_to: float) -> None:
+    def _note_waited(self, plan: StepPlan, wait_from: float, wait_to: float) -> None:
         self._wait_seconds += wait_to - wait_from
         if wait_to - wait_from < DEVICE_WAS_IDLE_SECONDS:
             self._exposed_host_seconds += wait_from - self._host_since
+        elif self._on_step is not None:  # the device went from the last result, or from idleness, straight to this one
+            self._on_step(plan, wait_to - self._host_since)
         self._host_since = wait_to
 
     def _fail(self, error: Exception) -> list[TokenEvent]:

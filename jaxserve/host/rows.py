@@ -23,15 +23,21 @@ class Draft:
         head: the first that waits; None if nothing does or once it is blocked.
         num_parked: how many were parked on the way.
         blocked: whether the first that waits cannot be admitted in this plan; nobody overtakes it.
+        tokens_per_row: tokens that each chunk is charged at least.
     """
 
     budget: int
     head: Sequence | None = None
     blocked: bool = False
     num_parked: int = 0
+    tokens_per_row: int = 1
     rows: list[PlanRow] = field(default_factory=list)
     seqs: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def charge(self, count: int) -> None:
+        """Take a chunk of `count` tokens from the budget."""
+        self.budget = max(0, self.budget - max(count, self.tokens_per_row))
 
 
 def check_can_progress(limits: RunnerLimits, prefill_chunk: int) -> None:

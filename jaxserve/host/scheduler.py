@@ -33,6 +33,7 @@ from jaxserve.host.admission import validate
 from jaxserve.host.fair import deadline_order
 from jaxserve.host.heap import SequenceHeap
 from jaxserve.host.memory import Found, Memory
+from jaxserve.host.pace import Pacer
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.rows import (
     Draft,
@@ -60,6 +61,7 @@ class Scheduler:
         seed: of the generator that draws seeds for requests without one; None for one that the system seeds.
         clock: seconds, on which requests' deadlines are.
         prefixes: an empty tree to keep and share computed prefixes in; None to share nothing.
+        pacer: chooses how many tokens of chunks go into a step beside decodes; None for as many as the limits allow.
 
     Raises:
         ConfigError: `limits` or `prefill_chunk` cannot make progress.
@@ -74,6 +76,7 @@ class Scheduler:
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         prefixes: PrefixTree | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         check_can_progress(limits, prefill_chunk)
         self._limits = self._usable = limits
@@ -81,6 +84,7 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
         self._clock = clock
+        self._pacer = pacer
         self.memory = Memory(limits.num_pages, limits.page_size, prefixes)
         self._live: dict[str, Sequence] = {}
         self._running = Running(limits.max_seqs, limits.page_size, self.memory)
@@ -200,7 +204,7 @@ class Scheduler:
         """The next step, or None when nothing can be planned before a plan in flight is committed or a request added."""
         running = self._running
         running.share_dispatched()
-        draft = Draft(self._limits.max_step_tokens - sum([lacks_one(seq) for seq in running]))
+        draft = self._new_draft()
         draft.head = self._waiting.peek() if running else None
         index = 0
         while index < len(running):  # preemption shortens it from the end
@@ -218,6 +222,15 @@ class Scheduler:
         self._in_flight.append((plan, draft.seqs))
         return plan
 
+    def _new_draft(self) -> Draft:
+        decodes = [seq.planned for seq in self._running if lacks_one(seq)]
+        budget = self._limits.max_step_tokens - len(decodes)
+        under_way = [seq.planned for seq in self._running if not lacks_one(seq)]
+        if self._pacer is None or not (under_way or self._waiting):
+            return Draft(budget)
+        paced = self._pacer.chunk_budget(len(decodes), sum(decodes) + len(decodes), max(under_way, default=0))
+        return Draft(min(budget, paced), tokens_per_row=self._pacer.tokens_per_row)
+
     def _plan_running(self, seq: Sequence, draft: Draft) -> bool:
         """Add a row for a running sequence if it needs and gets one; False if it was preempted for lack of pages."""
         count = len(seq.tokens) + seq.in_flight - seq.planned
@@ -228,7 +241,7 @@ class Scheduler:
             count = min(count, self._prefill_chunk, draft.budget)
             if count == 0:
                 return True
-            draft.budget -= count
+            draft.charge(count)
         if not self._running.grow(seq, seq.planned + count):
             return False
         self._add_row(seq, count, draft, fresh=False)
@@ -296,7 +309,7 @@ class Scheduler:
         """Have the first that waits run, with pages for as many tokens as its first row has."""
         seq = self._running.start(found)
         count = min(len(seq.tokens) - seq.planned, self._prefill_chunk, draft.budget)
-        draft.budget -= count
+        draft.charge(count)
         self._running.grow(seq, seq.planned + count)
         if found.copied is not None:
             draft.copies.append((found.copied, seq.pages[len(found.nodes)]))

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.engine import core as core_module
 from jaxserve.engine.core import MAX_FAILURES_IN_A_ROW, EngineCore
 from jaxserve.errors import EngineError, InvalidRequest
 from jaxserve.host.scheduler import Scheduler
@@ -308,7 +307,7 @@ class TestStats:
             return call
 
         engine = Engine(overlap=overlap)
-        monkeypatch.setattr(core_module.time, "perf_counter", lambda: now)
+        monkeypatch.setattr(engine.core, "_clock", lambda: now)
         monkeypatch.setattr(engine, "submit", slowly(engine.submit, 1.0))
         monkeypatch.setattr(Logged, "result", slowly(Logged.result, wait))
         monkeypatch.setattr(engine.scheduler, "commit", slowly(engine.scheduler.commit, 0.25))

@@ -1,0 +1,158 @@
+"""Measures what steps cost, by running made-up plans through a runner as the loop does: one ahead of what is read.
+
+Owns which steps are measured and how. Knows no model; `host.fit` fits what is found. No sequence may be live meanwhile:
+the plans write over pages and slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from jaxserve.host.cost import Bucket, BucketFor, work_of
+from jaxserve.host.fit import Sample
+from jaxserve.plan import PlanRow, Runner, RunnerLimits, StepPlan
+from jaxserve.request import SamplingParams
+
+TOKEN_ID = 1
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A step to measure.
+
+    Attributes:
+        num_decodes: rows of one token.
+        context: positions that each of them attends to.
+        chunks: tokens of each longer row.
+        start: positions before each of those.
+    """
+
+    num_decodes: int
+    context: int
+    chunks: tuple[int, ...] = ()
+    start: int = 0
+
+
+def thorough_points(limits: RunnerLimits, buckets: Sequence[Bucket], bucket_for: BucketFor) -> list[Point]:
+    """Steps in every bucket: full and half full, over short and long contexts, chunks in one row and in many."""
+    points: list[Point] = []
+    for bucket in buckets:
+        candidates = _chunk_points(bucket, limits) if bucket.chunk_tokens else _decode_points(bucket, limits)
+        points += [point for point in candidates if bucket_of(point, bucket_for) == bucket]
+    return list(dict.fromkeys(points))
+
+
+def quick_points(limits: RunnerLimits, buckets: Sequence[Bucket], bucket_for: BucketFor) -> list[Point]:
+    """Of each bucket the first and the last of the thorough points: enough to start from where steps correct it later."""
+    by_bucket: dict[Bucket, list[Point]] = {}
+    for point in thorough_points(limits, buckets, bucket_for):
+        by_bucket.setdefault(bucket_of(point, bucket_for), []).append(point)
+    return list(dict.fromkeys(point for points in by_bucket.values() for point in (points[0], points[-1])))
+
+
+def bucket_of(point: Point, bucket_for: BucketFor) -> Bucket:
+    """The bucket that `point` runs in."""
+    return bucket_for(point.num_decodes, sum(point.chunks), len(point.chunks))
+
+
+def _decode_points(bucket: Bucket, limits: RunnerLimits) -> Iterator[Point]:
+    for num_rows in dict.fromkeys((bucket.num_single, bucket.num_single // 2 + 1)):
+        longest = _longest(num_rows, limits)
+        for context in (min(limits.page_size, longest), longest // 2, longest):
+            if context:
+                yield Point(num_rows, context)
+
+
+def _chunk_points(bucket: Bucket, limits: RunnerLimits) -> Iterator[Point]:
+    for num_decodes in dict.fromkeys((0, bucket.num_single // 2, bucket.num_single)):
+        tokens = min(bucket.chunk_tokens, limits.max_step_tokens - num_decodes)
+        num_rows = min(bucket.chunk_rows, limits.max_seqs - num_decodes)
+        longest = _longest(num_decodes + 1, limits)
+        if tokens < 2 or num_rows < 1 or longest < tokens:
+            continue
+        context = min(limits.page_size, longest)
+        yield Point(num_decodes, context, (tokens,))
+        if tokens >= 32 and num_rows > 1:
+            rows = min(num_rows, tokens // 16)
+            yield Point(num_decodes, context, (tokens // rows,) * rows)
+        yield Point(num_decodes, longest // 2, (tokens,), (longest - tokens) // 2)
+        yield Point(num_decodes, longest, (tokens,), longest - tokens)
+
+
+def _longest(num_rows: int, limits: RunnerLimits) -> int:
+    """Positions that each of `num_rows` sequences can have at once."""
+    return min(limits.max_context - 1, limits.num_pages // max(1, num_rows) * limits.page_size)
+
+
+class Calibrator:
+    """Runs points on `runner` and times them.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, runner: Runner, bucket_for: BucketFor, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._runner = runner
+        self._bucket_for = bucket_for
+        self._clock = clock
+        self._next_step_id = 0
+
+    def measure(
+        self, points: Sequence[Point], *, rounds: int, progress: Callable[[int, int], None] | None = None
+    ) -> list[Sample]:
+        """A sample of each point: the median of `rounds` visits, in turn, so that a slow moment does not hit one alone.
+
+        A pass over all of them comes first, untimed, to fault in what is lazy.
+
+        Args:
+            progress: called with visits done and in all.
+        """
+        for point in points:
+            self._runner.submit(self._plan(point)).result()
+        seconds: dict[Point, list[float]] = {point: [] for point in points}
+        for number in range(rounds):
+            for index, point in enumerate(points, start=number * len(points) + 1):
+                seconds[point].append(self._seconds(point))
+                if progress is not None:
+                    progress(index, rounds * len(points))
+        return [Sample(work_of(self._plan(point), self._bucket_for), median(found)) for point, found in seconds.items()]
+
+    def _seconds(self, point: Point) -> float:
+        """Between the results of two steps of which the second was dispatched before the first was read."""
+        first = self._runner.submit(self._plan(point))
+        second = self._runner.submit(self._plan(point))
+        first.result()
+        started = self._clock()
+        second.result()
+        return self._clock() - started
+
+    def _plan(self, point: Point) -> StepPlan:
+        limits = self._runner.limits
+        shapes = [(point.context - 1, 1)] * point.num_decodes + [(point.start, count) for count in point.chunks]
+        rows, next_page = [], 0
+        for slot, (start, count) in enumerate(shapes):
+            num_pages = -(-(start + count) // limits.page_size)
+            pages = [(next_page + index) % limits.num_pages for index in range(num_pages)]
+            next_page += num_pages
+            rows.append(
+                PlanRow(
+                    seq_id=slot,
+                    slot=slot,
+                    start=start,
+                    count=count,
+                    tokens=(TOKEN_ID,) * count,
+                    pages=pages,
+                    sample=True,
+                    num_prompt=start + count,
+                    params=GREEDY,
+                    seed=0,
+                    stop_ids=(),
+                    fresh=True,
+                )
+            )
+        self._next_step_id += 1
+        return StepPlan(self._next_step_id, tuple(rows))
