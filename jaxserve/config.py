@@ -73,6 +73,9 @@ class EngineConfig:
         attention: "auto" takes the fastest implementation that is proven on the platform; "xla", "tpu", "gpu" or "reference"
             ask for one.
         overlap: dispatch step n+1 before the tokens of step n are read.
+        slo_itl_ms: milliseconds between two tokens of a sequence: prompts are cut into chunks that keep it for sequences
+            that decode meanwhile; 0 for no target.
+        step_cost: file that `python -m bench.calibrate` wrote, from which the target predicts; "" measures at start-up.
         compile_cache: directory of the persistent compilation cache; "" for the default under the user's cache folder.
     """
 
@@ -87,6 +90,8 @@ class EngineConfig:
     tensor_parallel: int = 1
     attention: str = "auto"
     overlap: bool = True
+    slo_itl_ms: float = 0.0
+    step_cost: str = ""
     compile_cache: str = ""
 
     def __post_init__(self) -> None:
@@ -97,7 +102,7 @@ class EngineConfig:
         for name in ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("max_context", "num_pages", "kv_memory"):
+        for name in ("max_context", "num_pages", "kv_memory", "slo_itl_ms"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, found {getattr(self, name)}")
         if self.max_step_tokens < self.max_seqs:

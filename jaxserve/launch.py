@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoints.sources import cache_dir, resolve
 from checkpoints.tree import TensorSource, load_tree
 from jaxserve.config import EngineConfig, ModelConfig, ServeConfig, model_config_from_hf
+from jaxserve.device.buckets import choose_bucket
 from jaxserve.device.compile_counter import num_compiles
 from jaxserve.device.runner import DeviceRunner, page_bytes
+from jaxserve.engine.calibration import build_pacer
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import ConfigError, ModelLoadError
@@ -92,10 +95,15 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
         raise ModelLoadError(str(error)) from error
     runner = build_runner(config.engine, model_config, params, mesh, dtype)
     runner.warm_up(lambda done, total: report("compile", done, total))
+    pacer = build_pacer(config.engine, runner, runner.buckets, partial(choose_bucket, runner.buckets))
     scheduler = Scheduler(
-        runner.limits, prefill_chunk=config.engine.prefill_chunk, eos_token_ids=model_config.eos_token_ids, seed=None
+        runner.limits,
+        prefill_chunk=config.engine.prefill_chunk,
+        eos_token_ids=model_config.eos_token_ids,
+        seed=None,
+        pacer=pacer,
     )
-    core = EngineCore(scheduler, runner, overlap=config.engine.overlap)
+    core = EngineCore(scheduler, runner, overlap=config.engine.overlap, on_step=pacer.observe if pacer else None)
     name = config.http.served_model_name or Path(config.model.removeprefix("hf:")).name
     return Engine(core=core, tokenizer=tokenizer, runner=runner, model_name=name, model_config=model_config)
 

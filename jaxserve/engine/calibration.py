@@ -6,15 +6,22 @@ the plans write over pages and slots.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
-from jaxserve.host.cost import Bucket, BucketFor, work_of
-from jaxserve.host.fit import Sample
+from jaxserve.config import EngineConfig
+from jaxserve.host.cost import Bucket, BucketFor, StepCost, work_of
+from jaxserve.host.cost_file import read_cost
+from jaxserve.host.fit import Sample, fit_cost
+from jaxserve.host.pace import Pacer
 from jaxserve.plan import PlanRow, Runner, RunnerLimits, StepPlan
 from jaxserve.request import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 TOKEN_ID = 1
 GREEDY = SamplingParams(temperature=0.0)
@@ -156,3 +163,24 @@ class Calibrator:
             )
         self._next_step_id += 1
         return StepPlan(self._next_step_id, tuple(rows))
+
+
+def build_pacer(engine: EngineConfig, runner: Runner, buckets: Sequence[Bucket], bucket_for: BucketFor) -> Pacer | None:
+    """What keeps `slo_itl_ms` on a warm runner; None where there is no such target.
+
+    Its model comes from the file that `step_cost` names, or is measured here, roughly, in a few seconds.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if not engine.slo_itl_ms:
+        return None
+    if engine.step_cost:
+        cost: StepCost
+        cost, origin = read_cost(Path(engine.step_cost))
+        logger.info("step costs from %s: %s", engine.step_cost, origin)
+    else:
+        points = quick_points(runner.limits, buckets, bucket_for)
+        cost = fit_cost(Calibrator(runner, bucket_for).measure(points, rounds=1))
+        logger.info("step costs, measured on %d kinds of step: %s", len(points), cost)
+    return Pacer(cost, buckets, bucket_for, target_seconds=engine.slo_itl_ms / 1000)
