@@ -50,7 +50,7 @@ def measure(
     return points, Calibrator(runner, bucket_for, clock=clock).measure(points, rounds=rounds, progress=progress)
 
 
-def origin_of(model: str, cost: FittedCost, samples: Sequence[Sample]) -> CostOrigin:
+def origin_of(model: str, cost: FittedCost, samples: Sequence[Sample], kv_bytes_per_token: float) -> CostOrigin:
     """Where the fit comes from: this machine, today."""
     errors = relative_errors(cost, samples)
     here = environment()
@@ -61,6 +61,7 @@ def origin_of(model: str, cost: FittedCost, samples: Sequence[Sample]) -> CostOr
         num_steps=len(samples),
         median_error=errors[len(errors) // 2],
         p95_error=errors[-(-len(errors) * 95 // 100) - 1],
+        kv_bytes_per_token=kv_bytes_per_token,
     )
 
 
@@ -85,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JaxserveError as error:
         print(f"bench.calibrate: error: {error}", file=sys.stderr)
         return 2
-    origin = origin_of(config.model, cost, samples)
+    limits = cast(Runner, engine.runner).limits
+    origin = origin_of(config.model, cost, samples, engine.runner.kv_bytes / (limits.num_pages * limits.page_size))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(format_cost(cost, origin))
     print(f"{len(points)} kinds of step in {time.perf_counter() - started:.0f} s")

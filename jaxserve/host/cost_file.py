@@ -25,6 +25,8 @@ class CostOrigin:
         date: day of the measurement, as YYYY-MM-DD.
         num_steps: shapes and contents that were measured.
         median_error, p95_error: of the fit on those, as shares of the measured times.
+        kv_bytes_per_token: K and V of one position in all layers, from which the pool's size follows.
+        request_seconds: that a request spends outside the engine, on its way in and out.
         note: anything else that a reader should know.
     """
 
@@ -34,6 +36,8 @@ class CostOrigin:
     num_steps: int = 0
     median_error: float = 0.0
     p95_error: float = 0.0
+    kv_bytes_per_token: float = 0.0
+    request_seconds: float = 0.0
     note: str = ""
 
 

@@ -7,7 +7,7 @@ measured. Knows neither sequences nor queues; the scheduler asks, and the engine
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxserve.errors import ConfigError
 from jaxserve.host.cost import Bucket, BucketFor, StepCost, StepWork, chunk_products, work_of
@@ -19,8 +19,22 @@ TARGET_SHARE = 0.9
 CORRECTION_WEIGHT = 0.05
 """Of a step just measured, in the moving average that corrects predictions: twenty steps make most of it."""
 
-MAX_CORRECTION = 8.0
-"""A single step counts at most as so many times its prediction, or as little: one pause must not stop prefill for long."""
+MAX_SURPRISE = 2.0
+"""A single step counts at most as so many times what was expected, or as little: one pause must not stop prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBudget:
+    """What longer rows of a step may have together.
+
+    Attributes:
+        tokens: at most.
+        tokens_per_row: that each row is charged at least, so that a step with many short ones stays within the bucket that
+            its tokens were chosen for.
+    """
+
+    tokens: int
+    tokens_per_row: int
 
 
 class Pacer:
@@ -31,10 +45,6 @@ class Pacer:
         buckets: shapes that steps run in.
         bucket_for: chooses one of them.
         target_seconds: between two tokens of a sequence.
-
-    Attributes:
-        tokens_per_row: tokens that each chunk must be charged at least, so that a step with many short ones stays within
-            the bucket that its tokens were chosen for.
     """
 
     def __init__(self, cost: StepCost, buckets: Sequence[Bucket], bucket_for: BucketFor, *, target_seconds: float) -> None:
@@ -48,16 +58,17 @@ class Pacer:
         for bucket in chunked:
             rows[bucket.chunk_tokens] = min(bucket.chunk_rows, rows.get(bucket.chunk_tokens, bucket.chunk_rows))
         self._sizes = sorted(rows, reverse=True)
-        self.tokens_per_row = max(-(-tokens // count) for tokens, count in rows.items())
-        self._corrections = {True: 1.0, False: 1.0}
+        most = max(rows.values())
+        self._budgets = {size: ChunkBudget(size, 1 if count == most else -(-size // count)) for size, count in rows.items()}
+        self._correction = 1.0
 
     @property
     def floor(self) -> int:
         """Chunk tokens that a step may always have, so that prompts get on whatever the target: the smallest bucket's."""
         return self._sizes[-1]
 
-    def chunk_budget(self, num_decodes: int, context_read: int, chunk_start: int) -> int:
-        """Tokens of longer rows that a step may have.
+    def chunk_budget(self, num_decodes: int, context_read: int, chunk_start: int) -> ChunkBudget:
+        """What longer rows of a step may have.
 
         Args:
             num_decodes: rows of one token in it.
@@ -65,15 +76,15 @@ class Pacer:
             chunk_start: where the longest prompt that is under way goes on.
         """
         if num_decodes == 0:
-            return self._sizes[0]
-        target = self._target / self._corrections[True]
+            return self._budgets[self._sizes[0]]
+        target = self._target / self._correction
         for index, size in enumerate(self._sizes[:-1]):
             places = self._bucket_for(num_decodes, size, 1).num_tokens
             empty = StepWork(places, True, num_decodes + 1, context_read, chunk_start, 0)
             count = self._largest(empty, chunk_start, size, target)
             if count > self._sizes[index + 1]:
-                return count
-        return self.floor
+                return replace(self._budgets[size], tokens=count)
+        return self._budgets[self.floor]
 
     def _largest(self, empty: StepWork, start: int, size: int, target: float) -> int:
         """The largest chunk of at most `size` tokens whose step keeps the target; 0 if none does."""
@@ -93,8 +104,8 @@ class Pacer:
         """Take note that the device took `seconds` for `plan`."""
         work = work_of(plan, self._bucket_for)
         predicted = self._cost.seconds(work)
-        if predicted <= 0:
+        if not work.chunked or predicted <= 0:
             return
-        ratio = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, seconds / predicted))
-        before = self._corrections[work.chunked]
-        self._corrections[work.chunked] = before + CORRECTION_WEIGHT * (ratio - before)
+        before = self._correction
+        ratio = min(before * MAX_SURPRISE, max(before / MAX_SURPRISE, seconds / predicted))
+        self._correction = before + CORRECTION_WEIGHT * (ratio - before)

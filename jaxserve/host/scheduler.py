@@ -229,7 +229,7 @@ class Scheduler:
         if self._pacer is None or not (under_way or self._waiting):
             return Draft(budget)
         paced = self._pacer.chunk_budget(len(decodes), sum(decodes) + len(decodes), max(under_way, default=0))
-        return Draft(min(budget, paced), tokens_per_row=self._pacer.tokens_per_row)
+        return Draft(min(budget, paced.tokens), tokens_per_row=paced.tokens_per_row)
 
     def _plan_running(self, seq: Sequence, draft: Draft) -> bool:
         """Add a row for a running sequence if it needs and gets one; False if it was preempted for lack of pages."""

@@ -1,0 +1,201 @@
+"""One server in virtual time, built from the settings that the real one is built from.
+
+Owns how a `ServeConfig` becomes limits without a model, and the order in which arrivals and steps meet, which is that of the
+real engine's thread: what came while a step was waited for goes in before the next is planned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from bench.simulation.record import Record
+from bench.simulation.traces import Arrival, prompt_tokens
+from bench.simulation.virtual import CostRunner, VirtualClock
+from jaxserve.config import ServeConfig
+from jaxserve.device.buckets import choose_bucket, enumerate_buckets
+from jaxserve.engine.core import EngineCore
+from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.host.admission import Admission
+from jaxserve.host.cost import BucketFor, StepCost
+from jaxserve.host.pace import Pacer
+from jaxserve.host.prefix import PrefixTree
+from jaxserve.host.scheduler import Scheduler
+from jaxserve.plan import RunnerLimits
+from jaxserve.request import Request, SamplingParams, TokenEvent
+
+DEFAULT_MAX_CONTEXT = 8192
+DEFAULT_KV_BYTES = 2 * 2**30
+VOCAB_SIZE = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every replica of a simulation is built from.
+
+    Attributes:
+        kv_bytes_per_token: of the model, from which the pool's pages follow where `config` gives memory.
+        request_seconds: from a request's arrival at the server to the engine, and from the first token back to the client.
+        shares_prefixes: whether there is a prefix cache.
+    """
+
+    config: ServeConfig
+    cost: StepCost
+    kv_bytes_per_token: float
+    request_seconds: float = 0.0
+    shares_prefixes: bool = True
+
+
+def limits_of(setting: Setting) -> RunnerLimits:
+    """The limits that a server with this setting would have."""
+    engine = setting.config.engine
+    max_context = engine.max_context or DEFAULT_MAX_CONTEXT
+    usable = engine.max_seqs * -(-max_context // engine.page_size)
+    fitting = (engine.kv_memory or DEFAULT_KV_BYTES) // max(1.0, setting.kv_bytes_per_token * engine.page_size)
+    return RunnerLimits(
+        num_pages=engine.num_pages or max(2, min(usable, int(fitting))),
+        page_size=engine.page_size,
+        max_seqs=engine.max_seqs,
+        max_step_tokens=engine.max_step_tokens,
+        max_context=max_context,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+class Replica:
+    """A server: admission, scheduler and loop, on a runner of virtual time.
+
+    Args:
+        ready_at: when it begins to work; what is offered earlier waits.
+        record: shared by all replicas.
+    """
+
+    def __init__(self, setting: Setting, record: Record, *, ready_at: float = 0.0) -> None:
+        limits = limits_of(setting)
+        engine, http = setting.config.engine, setting.config.http
+        buckets = enumerate_buckets(limits)
+        bucket_for: BucketFor = lru_cache(maxsize=1 << 16)(partial(choose_bucket, buckets))
+        self.started = self.ready_at = ready_at
+        self.clock = VirtualClock(ready_at)
+        self._arrival_clock = VirtualClock(ready_at)
+        self._record = record
+        self._request_seconds = setting.request_seconds
+        self._outstanding: dict[str, int] = {}
+        self.tokens_in_flight = 0
+        self._pending: list[TokenEvent] = []
+        pacer = None
+        if engine.slo_itl_ms:
+            pacer = Pacer(setting.cost, buckets, bucket_for, target_seconds=engine.slo_itl_ms / 1e3)
+        self.runner = CostRunner(limits, setting.cost, bucket_for, self.clock)
+        self.scheduler = Scheduler(
+            limits,
+            prefill_chunk=engine.prefill_chunk,
+            seed=0,
+            clock=self.clock,
+            prefixes=PrefixTree(limits.page_size) if setting.shares_prefixes else None,
+            pacer=pacer,
+        )
+        self.core = EngineCore(
+            self.scheduler,
+            self.runner,
+            overlap=engine.overlap,
+            clock=self.clock,
+            on_step=None if pacer is None else pacer.observe,
+        )
+        self.admission = Admission(
+            limits,
+            max_queue_requests=http.max_queue_requests,
+            max_queue_tokens=http.max_queue_tokens,
+            slo_ttft_seconds=http.slo_ttft_ms / 1e3,
+            clock=self._arrival_clock,
+        )
+
+    @property
+    def idle(self) -> bool:
+        return not self._outstanding
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no token yet."""
+        return self.admission.queued_requests
+
+    def offer(self, arrival: Arrival, number: int) -> bool:
+        """Ask admission, and hand on what it lets in; whether it did. `advance` must have reached the arrival."""
+        request = Request(
+            request_id=f"r{number}",
+            prompt=prompt_tokens(arrival, number),
+            params=SamplingParams(temperature=0.0, max_tokens=arrival.num_output, ignore_eos=True),
+        )
+        if not self.core.has_work:
+            self.clock.pass_until(arrival.at + self._request_seconds)
+        self._arrival_clock.pass_until(arrival.at)
+        try:
+            self.admission.admit(request)
+        except InvalidRequest:
+            self._record.too_long += 1
+            return False
+        except JaxserveError as error:
+            name = type(error).__name__
+            self._record.refused[name] = self._record.refused.get(name, 0) + 1
+            return False
+        self._record.arrive(request.request_id, arrival.at, arrival.num_prompt)
+        weight = arrival.num_prompt + arrival.num_output
+        self._outstanding[request.request_id] = weight
+        self.tokens_in_flight += weight
+        self.core.add(request)
+        return True
+
+    def advance(self, until: float = math.inf) -> list[str]:
+        """Run steps until that time, or until there is no work; the requests that finished."""
+        finished: list[str] = []
+        if until >= self.clock.now:
+            finished += self._deliver()
+        while self.clock.now < until and self.core.has_work:
+            self._pending = self.core.step()
+            if self.clock.now <= until:
+                finished += self._deliver()
+        return finished
+
+    def _deliver(self) -> list[str]:
+        """Let everybody know of the last step's events, whose time has come."""
+        events, self._pending = self._pending, []
+        if not events:
+            return []
+        self._arrival_clock.pass_until(self.clock.now)
+        self.admission.observe(events)
+        self._record.observe(events, self.clock.now)
+        finished = [event.request_id for event in events if event.finish_reason is not None]
+        for request_id in finished:
+            self.tokens_in_flight -= self._outstanding.pop(request_id)
+        return finished
+
+
+def run_open(setting: Setting, arrivals: Sequence[Arrival], record: Record) -> Replica:
+    """One replica under arrivals at their own times."""
+    replica = Replica(setting, record)
+    for number, arrival in enumerate(arrivals):
+        replica.advance(arrival.at)
+        replica.offer(arrival, number)
+    replica.advance()
+    return replica
+
+
+def run_closed(setting: Setting, arrivals: Sequence[Arrival], record: Record, concurrency: int) -> Replica:
+    """One replica that always has `concurrency` requests, the next coming when one is answered; their times are not used."""
+    replica = Replica(setting, record)
+    waiting = iter(enumerate(arrivals))
+
+    def offer_next() -> None:
+        for number, arrival in waiting:
+            now = Arrival(replica.clock.now, arrival.num_prompt, arrival.num_output, arrival.blocks)
+            if replica.offer(now, number):
+                return
+
+    for _ in range(concurrency):
+        offer_next()
+    while replica.core.has_work:
+        for _ in replica.advance(math.nextafter(replica.clock.now, math.inf)):
+            offer_next()
+    return replica
