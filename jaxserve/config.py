@@ -61,6 +61,8 @@ class EngineConfig:
 
     Attributes:
         dtype: "float32" or "bfloat16": weights, activations and KV; "auto" is float32 on CPU, bfloat16 elsewhere.
+        kv_dtype: "float32", "bfloat16", "int8" or "fp8": what KV pages hold; "auto" is `dtype`. Eight bits hold twice or four
+            times the tokens in the same memory, and change the tokens that come out.
         max_seqs: sequences that run at once.
         max_step_tokens: token budget of a step; at least `max_seqs`.
         prefill_chunk: prompt tokens of one sequence in a step at most.
@@ -80,6 +82,7 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     max_seqs: int = 32
     max_step_tokens: int = 512
     prefill_chunk: int = 512
@@ -97,6 +100,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, found {self.dtype!r}")
+        if self.kv_dtype not in ("auto", "float32", "bfloat16", "int8", "fp8"):
+            raise ConfigError(f"kv_dtype must be auto, float32, bfloat16, int8 or fp8, found {self.kv_dtype!r}")
         if self.attention not in ("auto", "xla", "tpu", "gpu", "reference"):
             raise ConfigError(f"attention must be auto, xla, tpu, gpu or reference, found {self.attention!r}")
         for name in ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel"):

@@ -25,7 +25,9 @@ from checkpoints.tree import TensorSource, load_tree
 from jaxserve.config import EngineConfig, ModelConfig, ServeConfig, model_config_from_hf
 from jaxserve.device.buckets import choose_bucket
 from jaxserve.device.compile_counter import num_compiles
+from jaxserve.device.kv_scales import measure_scales, scales_of_checkpoint
 from jaxserve.device.runner import DeviceRunner, page_bytes
+from jaxserve.device.step import has_scales
 from jaxserve.engine.calibration import build_pacer
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.text import Tokenizer
@@ -91,9 +93,10 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
             mesh = make_mesh(config.engine.tensor_parallel)
             dtype = _dtype(config.engine)
             params = load_params(checkpoint, model_config, mesh, dtype, lambda done, total: report("load", done, total))
+            own_scales = read_kv_scales(checkpoint, model_config, mesh)
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
-    runner = build_runner(config.engine, model_config, params, mesh, dtype)
+    runner = build_runner(config.engine, model_config, params, mesh, dtype, own_scales)
     runner.warm_up(lambda done, total: report("compile", done, total))
     pacer = build_pacer(config.engine, runner, runner.buckets, partial(choose_bucket, runner.buckets))
     scheduler = Scheduler(
@@ -144,14 +147,26 @@ def _log_progress() -> Progress:
     return progress
 
 
-def build_runner(engine: EngineConfig, model_config: ModelConfig, params: Any, mesh: Mesh, dtype: np.dtype) -> DeviceRunner:
-    """A runner, not yet warm, with its pool sized from `engine`."""
+def build_runner(
+    engine: EngineConfig,
+    model_config: ModelConfig,
+    params: Any,
+    mesh: Mesh,
+    dtype: np.dtype,
+    own_scales: jax.Array | None = None,
+) -> DeviceRunner:
+    """A runner, not yet warm, with its pool sized from `engine`.
+
+    Args:
+        own_scales: the checkpoint's, for KV in float8.
+    """
     max_context = engine.max_context or min(model_config.max_position, DEFAULT_MAX_CONTEXT)
     if max_context > model_config.max_position:
         raise ConfigError(f"max_context is {max_context} but the model's positions end at {model_config.max_position}")
-    attention_impl, reason = _choose_attention(engine, model_config, mesh, dtype)
+    kv_dtype = _kv_dtype(engine, dtype)
+    attention_impl, reason = _choose_attention(engine, model_config, mesh, dtype, kv_dtype)
     limits = RunnerLimits(
-        num_pages=_num_pages(engine, model_config, max_context, mesh, dtype, attention_impl),
+        num_pages=_num_pages(engine, model_config, max_context, mesh, kv_dtype, attention_impl),
         page_size=engine.page_size,
         max_seqs=engine.max_seqs,
         max_step_tokens=engine.max_step_tokens,
@@ -159,10 +174,19 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, params: Any, m
         vocab_size=model_config.vocab_size,
     )
     logger.info("attention: %s, since %s; mesh: %s; %s", attention_impl, reason, dict(mesh.shape), limits)
-    return DeviceRunner(model_config, params, mesh, limits, dtype, attention_impl)
+    runner = DeviceRunner(model_config, params, mesh, limits, kv_dtype, attention_impl)
+    if has_scales(kv_dtype):
+        own = own_scales if engine.kv_dtype == "fp8" else None
+        logger.info(
+            "KV in %s, its scales %s", kv_dtype.name, "measured on random tokens" if own is None else "the checkpoint's"
+        )
+        runner.set_kv_scales(measure_scales(model_config, params, mesh, dtype, kv_dtype) if own is None else own)
+    return runner
 
 
-def _choose_attention(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> tuple[str, str]:
+def _choose_attention(
+    engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dtype: np.dtype, kv_dtype: np.dtype
+) -> tuple[str, str]:
     """The implementation for one device's share of the heads, and the reason for it."""
     device = mesh.devices.flat[0]
     num_kv_heads = -(-model_config.num_kv_heads // mesh.devices.size)
@@ -172,7 +196,7 @@ def _choose_attention(engine: EngineConfig, model_config: ModelConfig, mesh: Mes
         head_dim=model_config.head_dim,
         page_size=engine.page_size,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     try:
         return choose(device.platform, device.device_kind, shape, engine.attention)
@@ -205,6 +229,14 @@ def load_params(
     return load_tree(checkpoint, abstract, map_specs(source, specs), ignore=ignored, progress=progress)
 
 
+def read_kv_scales(checkpoint: Checkpoint, model_config: ModelConfig, mesh: Mesh) -> jax.Array | None:
+    """The checkpoint's own scales for KV in float8; None unless it has them for all layers."""
+    names = FAMILIES[model_config.family].kv_scale_tensors(model_config)
+    if not all(name in checkpoint.tensors for pair in names for name in pair):
+        return None
+    return scales_of_checkpoint(model_config, mesh, [(checkpoint.read(key), checkpoint.read(value)) for key, value in names])
+
+
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     files = checkpoint.tokenizer
     if files is None or files.tokenizer_json is None:
@@ -225,15 +257,20 @@ def _dtype(engine: EngineConfig) -> np.dtype:
     return np.dtype(jax.numpy.dtype(name))
 
 
+def _kv_dtype(engine: EngineConfig, dtype: np.dtype) -> np.dtype:
+    names = {"auto": dtype.name, "fp8": "float8_e4m3fn"}
+    return np.dtype(jax.numpy.dtype(names.get(engine.kv_dtype, engine.kv_dtype)))
+
+
 def _num_pages(
-    engine: EngineConfig, model_config: ModelConfig, max_context: int, mesh: Mesh, dtype: np.dtype, attention_impl: str
+    engine: EngineConfig, model_config: ModelConfig, max_context: int, mesh: Mesh, kv_dtype: np.dtype, attention_impl: str
 ) -> int:
     """Pages of the pool: as configured, else what the memory allows and the sequences can use."""
     if engine.num_pages:
         return engine.num_pages
     usable = engine.max_seqs * -(-max_context // engine.page_size)
     memory = engine.kv_memory or _free_kv_bytes(mesh)
-    pages = min(usable, memory // page_bytes(model_config, engine.page_size, mesh, dtype, attention_impl))
+    pages = min(usable, memory // page_bytes(model_config, engine.page_size, mesh, kv_dtype, attention_impl))
     if pages * engine.page_size < 2 * engine.page_size:
         raise ConfigError(f"{memory} bytes hold {pages} KV pages, which is too few; raise kv_memory or lower page_size")
     return pages

@@ -6,7 +6,6 @@ Owns the batches that a runner would make. Knows nothing of plans, slots or samp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from checkpoints.checkpoint import open_checkpoint
 from jaxserve.config import ModelConfig, model_config_from_hf
 from jaxserve.device.abstract import pool_shape
-from jaxserve.device.step import POOL_AXES
+from jaxserve.device.step import POOL_AXES, SCALE_AXES
 from jaxserve.launch import load_params
 from jaxserve.models.batch import NO_PAGE, StepBatch
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.sharding import make_mesh, partition_spec
+from pallas_kernels.paged_attention.choose import pool_dtype
 from tests.references.load import TinyReference, write_hf_directory
 
 PAGE_SIZE = 16
@@ -33,6 +33,7 @@ class PagedModel:
 
     Args:
         capacity: tokens that the sequence may have.
+        kv_dtype: of the pools; `dtype` where empty. Eight bits need `kv_scales`.
     """
 
     def __init__(
@@ -44,15 +45,18 @@ class PagedModel:
         dtype: str,
         capacity: int,
         attention_impl: str = "xla",
+        kv_dtype: str = "",
+        kv_scales: jax.Array | None = None,
     ) -> None:
         self.config = config
         self._attention_impl = attention_impl
-        self._params = params
+        self.params = params
         self._mesh = make_mesh(tensor_parallel)
         self._num_pages = -(-capacity // PAGE_SIZE) + 2
         self._table = np.random.default_rng(0).permutation(self._num_pages)[:-2].astype(np.int32)
         self._pool_spec = partition_spec(POOL_AXES)
-        self._dtype = dtype
+        self._kv_dtype = pool_dtype(attention_impl, kv_dtype or dtype)
+        self._kv_scales = kv_scales
         self._programs: dict[int, Any] = {}
         self.restart()
 
@@ -71,7 +75,7 @@ class PagedModel:
         shape = pool_shape(self.config, self._num_pages, PAGE_SIZE, self._mesh, self._attention_impl)
         sharding = NamedSharding(self._mesh, self._pool_spec)
         layers = range(self.config.num_layers)
-        self._pools = tuple(jax.device_put(jnp.zeros(shape, self._dtype), sharding) for _ in layers)
+        self._pools = tuple(jax.device_put(jnp.zeros(shape, self._kv_dtype), sharding) for _ in layers)
 
     def feed(self, tokens: Sequence[int] | np.ndarray, *, width: int) -> np.ndarray:
         """Append `tokens`, at most `width` of them, in one step of `width` tokens; their logits, [tokens, V].
@@ -96,7 +100,7 @@ class PagedModel:
         if width not in self._programs:
             self._programs[width] = self._compile(width)
         batch = jax.tree.map(jnp.asarray, batch)
-        logits, self._pools = self._programs[width](self._params, self._pools, batch)
+        logits, self._pools = self._programs[width](self.params, self._pools, batch, self._kv_scales)
         return np.asarray(logits).T[:count]
 
     def feed_all(self, tokens: Sequence[int] | np.ndarray, *, width: int) -> np.ndarray:
@@ -107,14 +111,18 @@ class PagedModel:
     def _compile(self, width: int) -> Any:
         forward = FAMILIES[self.config.family].forward
         num_single = 1 if width == 1 else 0
-        step = partial(forward, config=self.config, num_single=num_single, attention_impl=self._attention_impl)
+        options = {"config": self.config, "num_single": num_single, "attention_impl": self._attention_impl}
+
+        def step(params: Any, pools: Any, batch: StepBatch, kv_scales: Any) -> Any:
+            return forward(params, pools, batch, kv_scales=kv_scales, **options)
+
         everywhere = PartitionSpec()
-        param_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)
+        param_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.params)
         pool_specs = (self._pool_spec,) * self.config.num_layers
         sharded = jax.shard_map(
             step,
             mesh=self._mesh,
-            in_specs=(param_specs, pool_specs, everywhere),
+            in_specs=(param_specs, pool_specs, everywhere, partition_spec(SCALE_AXES)),
             out_specs=(everywhere, pool_specs),
             check_vma=False,
         )

@@ -16,12 +16,20 @@ from jaxserve.config import ModelConfig
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.pack import abstract_upload
 from jaxserve.device.sampler import empty_state
-from jaxserve.device.step import POOL_AXES, DeviceState, jit_step, make_step, state_shardings
+from jaxserve.device.step import (
+    POOL_AXES,
+    SCALE_AXES,
+    DeviceState,
+    has_scales,
+    jit_step,
+    make_step,
+    state_shardings,
+)
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import abstract_params
 from jaxserve.models.sharding import padded_shape
 from jaxserve.plan import RunnerLimits
-from pallas_kernels.paged_attention.choose import pool_width
+from pallas_kernels.paged_attention.choose import pool_dtype, pool_width
 
 
 def pool_shape(
@@ -32,27 +40,55 @@ def pool_shape(
     return padded_shape((num_pages, config.num_kv_heads, page_size, width), POOL_AXES, mesh)
 
 
-def abstract_state(config: ModelConfig, limits: RunnerLimits, mesh: Mesh, dtype: np.dtype, attention_impl: str) -> DeviceState:
-    """The tree of `jax.ShapeDtypeStruct` with shardings that a runner of these limits holds."""
-    shape = pool_shape(config, limits.num_pages, limits.page_size, mesh, attention_impl)
+def scales_shape(config: ModelConfig, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of the scales of pools in eight bits: layers, KV heads as the pools have them, K and V."""
+    return padded_shape((config.num_layers, config.num_kv_heads, 2), SCALE_AXES, mesh)
 
-    def make() -> DeviceState:
-        slots = empty_state(limits.max_seqs, limits.max_context, config.vocab_size)
-        return DeviceState(pools=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)), slots=slots)
+
+def initial_state(
+    config: ModelConfig, limits: RunnerLimits, mesh: Mesh, kv_dtype: np.dtype, attention_impl: str
+) -> DeviceState:
+    """Empty pools and slots, and scales of 1 where pools have any; for `jax.jit` or `jax.eval_shape`."""
+    shape = pool_shape(config, limits.num_pages, limits.page_size, mesh, attention_impl)
+    return DeviceState(
+        pools=tuple(jnp.zeros(shape, pool_dtype(attention_impl, kv_dtype)) for _ in range(config.num_layers)),
+        slots=empty_state(limits.max_seqs, limits.max_context, config.vocab_size),
+        kv_scales=jnp.ones(scales_shape(config, mesh)) if has_scales(kv_dtype) else None,
+    )
+
+
+def abstract_state(
+    config: ModelConfig, limits: RunnerLimits, mesh: Mesh, kv_dtype: np.dtype, attention_impl: str
+) -> DeviceState:
+    """The tree of `jax.ShapeDtypeStruct` with shardings that a runner of these limits holds."""
 
     def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(placed, jax.eval_shape(make), state_shardings(mesh, config.num_layers))
+    shapes = jax.eval_shape(lambda: initial_state(config, limits, mesh, kv_dtype, attention_impl))
+    return jax.tree.map(placed, shapes, state_shardings(mesh, config.num_layers, kv_dtype))
 
 
 def abstract_step(
-    config: ModelConfig, limits: RunnerLimits, bucket: Bucket, mesh: Mesh, dtype: np.dtype, attention_impl: str
+    config: ModelConfig,
+    limits: RunnerLimits,
+    bucket: Bucket,
+    mesh: Mesh,
+    dtype: np.dtype,
+    attention_impl: str,
+    *,
+    kv_dtype: np.dtype | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The jitted step of one bucket and its abstract arguments; the second of them, the state, is donated."""
+    """The jitted step of one bucket and its abstract arguments; the second of them, the state, is donated.
+
+    Args:
+        dtype: of weights and activations.
+        kv_dtype: of the KV pools; `dtype` where None.
+    """
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
     params = abstract_params(FAMILIES[config.family].specs(config), mesh, dtype)
-    state = abstract_state(config, limits, mesh, dtype, attention_impl)
+    state = abstract_state(config, limits, mesh, kv_dtype, attention_impl)
     upload = abstract_upload(bucket, limits, NamedSharding(mesh, PartitionSpec()))
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
-    step = jit_step(make_step(config, limits, bucket, attention_impl), mesh, specs, config.num_layers)
+    step = jit_step(make_step(config, limits, bucket, attention_impl), mesh, specs, config.num_layers, kv_dtype)
     return step, (params, state, upload)

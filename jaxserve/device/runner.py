@@ -12,20 +12,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ModelConfig
 from jaxserve.device import compile_counter
-from jaxserve.device.abstract import pool_shape
+from jaxserve.device.abstract import initial_state, pool_shape
 from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
 from jaxserve.device.compiler import release_freed_memory, step_options, uses_onednn
 from jaxserve.device.pack import abstract_upload, pack
-from jaxserve.device.sampler import Sampled, SlotState, empty_state
+from jaxserve.device.sampler import Sampled, SlotState
 from jaxserve.device.step import DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import MAX_LOGIT_BIAS, TokenLogprobs
@@ -78,10 +78,11 @@ class DeviceRunner:
 
     Args:
         params: as `models.params.abstract_params` describes them, on the mesh.
+        kv_dtype: of the KV pools. Those in eight bits need `set_kv_scales` before the first step that means anything.
     """
 
     def __init__(
-        self, config: ModelConfig, params: Any, mesh: Mesh, limits: RunnerLimits, dtype: np.dtype, attention_impl: str
+        self, config: ModelConfig, params: Any, mesh: Mesh, limits: RunnerLimits, kv_dtype: np.dtype, attention_impl: str
     ) -> None:
         compile_counter.start_counting()
         self._config = config
@@ -90,7 +91,8 @@ class DeviceRunner:
         self._limits = limits
         self.attention_impl = attention_impl
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._state = self._empty_state(dtype)
+        self._kv_dtype = kv_dtype
+        self._state = self._empty_state()
         self._buckets = enumerate_buckets(limits)
         self._steps: dict[Bucket, Any] = {}
         self._set_bias = self._compile_set_bias()
@@ -119,6 +121,10 @@ class DeviceRunner:
     def compiles_since_ready(self) -> int:
         """Programs compiled after `warm_up` returned, by this process: more than 0 is a bug."""
         return compile_counter.num_compiles() - self._compiles_when_ready
+
+    def set_kv_scales(self, scales: jax.Array) -> None:
+        """Have pools in eight bits hold K and V divided by `scales`, which `kv_scales` makes; for before the first step."""
+        self._state = dataclasses.replace(self._state, kv_scales=scales)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile every bucket, some at a time, and run the small ones to fault in what is lazy.
@@ -184,21 +190,14 @@ class DeviceRunner:
 
     def _compile_step(self, step: Callable[..., Any], bucket: Bucket) -> Any:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)
-        jitted = jit_step(step, self._mesh, specs, self._config.num_layers)
+        jitted = jit_step(step, self._mesh, specs, self._config.num_layers, self._kv_dtype)
         upload = abstract_upload(bucket, self._limits, self._everywhere)
         lowered = jitted.lower(_abstract(self._params), _abstract(self._state), upload)
         return lowered.compile(compiler_options=step_options(bucket))
 
-    def _empty_state(self, dtype: np.dtype) -> DeviceState:
-        limits, config = self._limits, self._config
-        shape = pool_shape(config, limits.num_pages, limits.page_size, self._mesh, self.attention_impl)
-
-        def make() -> DeviceState:
-            slots = empty_state(limits.max_seqs, limits.max_context, config.vocab_size)
-            pools = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
-            return DeviceState(pools=pools, slots=slots)
-
-        return jax.jit(make, out_shardings=state_shardings(self._mesh, config.num_layers))()
+    def _empty_state(self) -> DeviceState:
+        make = partial(initial_state, self._config, self._limits, self._mesh, self._kv_dtype, self.attention_impl)
+        return jax.jit(make, out_shardings=state_shardings(self._mesh, self._config.num_layers, self._kv_dtype))()
 
     def _compile_set_bias(self) -> Any:
         def set_bias(slots: SlotState, slot: jax.Array, ids: jax.Array, values: jax.Array) -> SlotState:

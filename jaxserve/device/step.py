@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxserve.config import ModelConfig
 from jaxserve.device.buckets import Bucket
@@ -24,16 +24,23 @@ from jaxserve.models.sharding import partition_spec
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import MAX_LOGPROBS
 from pallas_kernels import pytree
+from pallas_kernels.kv_update import LARGEST
 
 POOL_AXES = ("pages", "kv_heads", "page", "head_dim")
+SCALE_AXES = ("layers", "kv_heads", "key_and_value")
 
 
 @pytree.dataclass
 class DeviceState:
-    """Everything that a step updates in place: a KV pool a layer, and the slots' state. Donated."""
+    """Everything that a step updates in place: a KV pool a layer, and the slots' state. Donated.
 
-    pools: tuple[Float[Array, "P K B D2"], ...]
+    Attributes:
+        kv_scales: of pools in eight bits, and no other: what is stored times these is K and V. A step leaves them as they are.
+    """
+
+    pools: tuple[Num[Array, "P K B D2"], ...]
     slots: SlotState
+    kv_scales: Float[Array, "L K 2"] | None = None
 
 
 def make_step(
@@ -59,11 +66,17 @@ def make_step(
         tokens_by_slot = slots.tokens.at[token_slots, batch.positions].set(batch.token_ids)
         slots = dataclasses.replace(slots, tokens=tokens_by_slot)
         logits, pools = forward(
-            params, state.pools, batch, config, num_single=bucket.num_single, attention_impl=attention_impl
+            params,
+            state.pools,
+            batch,
+            config,
+            num_single=bucket.num_single,
+            attention_impl=attention_impl,
+            kv_scales=state.kv_scales,
         )
         sampled = choose(logits, rows, slots)
         slots = dataclasses.replace(slots, tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))
-        return DeviceState(pools=pools, slots=slots), pack_sampled(sampled)
+        return DeviceState(pools=pools, slots=slots, kv_scales=state.kv_scales), pack_sampled(sampled)
 
     return step
 
@@ -83,17 +96,23 @@ def num_top_logprobs(config: ModelConfig) -> int:
     return min(MAX_LOGPROBS, config.vocab_size)
 
 
-def state_shardings(mesh: Mesh, num_layers: int) -> DeviceState:
-    """Where the state lies: KV heads are split over the mesh."""
+def state_shardings(mesh: Mesh, num_layers: int, kv_dtype: Any = None) -> DeviceState:
+    """Where the state lies: KV heads are split over the mesh. There are scales where `kv_dtype` has eight bits."""
     pool = NamedSharding(mesh, partition_spec(POOL_AXES))
     everywhere = NamedSharding(mesh, PartitionSpec())
     slots = SlotState(tokens=everywhere, bias_ids=everywhere, bias_values=everywhere)  # type: ignore[arg-type]
-    return DeviceState(pools=(pool,) * num_layers, slots=slots)  # type: ignore[arg-type]
+    scales = NamedSharding(mesh, partition_spec(SCALE_AXES)) if has_scales(kv_dtype) else None
+    return DeviceState(pools=(pool,) * num_layers, slots=slots, kv_scales=scales)  # type: ignore[arg-type]
 
 
-def jit_step(step: Callable[..., Any], mesh: Mesh, params_specs: Any, num_layers: int) -> Any:
+def has_scales(kv_dtype: Any) -> bool:
+    """Whether pools of this data type hold K and V divided by `DeviceState.kv_scales`."""
+    return kv_dtype is not None and jnp.dtype(kv_dtype) in LARGEST
+
+
+def jit_step(step: Callable[..., Any], mesh: Mesh, params_specs: Any, num_layers: int, kv_dtype: Any = None) -> Any:
     """`step` over the mesh, with its state donated."""
-    state_specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, num_layers))
+    state_specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, num_layers, kv_dtype))
     everywhere = PartitionSpec()
     sharded = jax.shard_map(
         step,

@@ -12,11 +12,13 @@ from jaxserve.models import llama
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family: the declarations of its parameters, its step, and tensors of its checkpoints that nobody needs."""
+    """One family: the declarations of its parameters, its step, tensors of its checkpoints that are no parameters, and those
+    of these that may hold scales of float8 KV."""
 
     specs: Callable[[ModelConfig], Any]
     forward: Callable[..., Any]
     ignored_tensors: tuple[str, ...]
+    kv_scale_tensors: Callable[[ModelConfig], tuple[tuple[str, str], ...]]
 
 
-FAMILIES = {"llama": Family(llama.specs, llama.forward, llama.IGNORED_TENSORS)}
+FAMILIES = {"llama": Family(llama.specs, llama.forward, llama.IGNORED_TENSORS, llama.kv_scale_tensors)}

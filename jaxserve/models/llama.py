@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from jaxserve.config import ModelConfig
 from jaxserve.models.batch import StepBatch
@@ -22,7 +22,13 @@ from pallas_kernels import pytree
 from pallas_kernels.kv_update import kv_update
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, schedule
 
-IGNORED_TENSORS = ("*.rotary_emb.inv_freq", "*.attention.masked_bias", "*.attention.bias")
+IGNORED_TENSORS = (
+    "*.rotary_emb.inv_freq",
+    "*.attention.masked_bias",
+    "*.attention.bias",
+    "*.self_attn.k_scale",
+    "*.self_attn.v_scale",
+)
 
 
 @pytree.dataclass
@@ -110,21 +116,29 @@ def _layer_specs(config: ModelConfig, prefix: str) -> LlamaLayer:
     return LlamaLayer(**fields)
 
 
+def kv_scale_tensors(config: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """A checkpoint's tensors, where it has them, that hold each layer's scales of K and V in float8 pages."""
+    prefixes = (f"model.layers.{index}.self_attn." for index in range(config.num_layers))
+    return tuple((f"{prefix}k_scale", f"{prefix}v_scale") for prefix in prefixes)
+
+
 def forward(
     params: LlamaParams,
-    pools: tuple[Float[Array, "P K B D2"], ...],
+    pools: tuple[Num[Array, "P K B D2"], ...],
     batch: StepBatch,
     config: ModelConfig,
     *,
     num_single: int,
     attention_impl: str,
-) -> tuple[Float[Array, "V R"], tuple[Float[Array, "P K B D2"], ...]]:
+    kv_scales: Float[Array, "L K 2"] | None = None,
+) -> tuple[Float[Array, "V R"], tuple[Num[Array, "P K B D2"], ...]]:
     """Run one step.
 
     Args:
         pools: one KV pool a layer. One for all would give each layer's kernels constants of their own, and the compiler
             would compile them thirty times instead of once.
         num_single: leading rows that own one token each, as `paged_attention` has it.
+        kv_scales: of pools in eight bits: what is stored times these is K and V of each layer's heads.
 
     Returns:
         float32 logits at `batch.last_token`, whole on every device, and the pools with this step's K and V.
@@ -144,8 +158,9 @@ def forward(
     )
     x = embed(params.embedding, batch.token_ids, TENSOR)
     new_pools = []
-    for layer, pool in zip(params.layers, pools, strict=True):
-        x, pool = _block(layer, pool, x, rotary, batch, work, config, attention_impl)
+    for index, (layer, pool) in enumerate(zip(params.layers, pools, strict=True)):
+        scales = None if kv_scales is None else kv_scales[index]
+        x, pool = _block(layer, pool, scales, x, rotary, batch, work, config, attention_impl)
         new_pools.append(pool)
     x = x.at[:, batch.last_token].get(mode="promise_in_bounds")  # [E, R]
     x = rms_norm(x, params.final_norm, config.rms_norm_eps)
@@ -161,29 +176,31 @@ def forward(
 @partial(jax.jit, static_argnames=("config", "impl"))
 def _block(
     layer: LlamaLayer,
-    pool: Float[Array, "P K B D2"],
+    pool: Num[Array, "P K B D2"],
+    kv_scales: Float[Array, "K 2"] | None,
     x: Float[Array, "E T"],
     rotary: tuple[Float[Array, "half T"], Float[Array, "half T"]],
     batch: StepBatch,
     work: Any,
     config: ModelConfig,
     impl: str,
-) -> tuple[Float[Array, "E T"], Float[Array, "P K B D2"]]:
+) -> tuple[Float[Array, "E T"], Num[Array, "P K B D2"]]:
     h = rms_norm(x, layer.norms[0], config.rms_norm_eps)
-    attended, pool = _attention(layer, pool, h, rotary, batch, work, impl)
+    attended, pool = _attention(layer, pool, kv_scales, h, rotary, batch, work, impl)
     x = x + attended
     return x + _mlp(layer, rms_norm(x, layer.norms[1], config.rms_norm_eps)), pool
 
 
 def _attention(
     layer: LlamaLayer,
-    pool: Float[Array, "P K B D2"],
+    pool: Num[Array, "P K B D2"],
+    kv_scales: Float[Array, "K 2"] | None,
     h: Float[Array, "E T"],
     rotary: tuple[Float[Array, "half T"], Float[Array, "half T"]],
     batch: StepBatch,
     work: Any,
     impl: str,
-) -> tuple[Float[Array, "E T"], Float[Array, "P K B D2"]]:
+) -> tuple[Float[Array, "E T"], Num[Array, "P K B D2"]]:
     heads, parts, dim, hidden = layer.qkv.shape
     tokens = h.shape[1]
     qkv = linear(layer.qkv.reshape(-1, hidden), h).reshape(heads, parts, dim, tokens)
@@ -197,6 +214,7 @@ def _attention(
         batch.page_ids,
         batch.page_offsets,
         layout=IMPLEMENTATIONS[impl].layout,
+        kv_scales=kv_scales,
         impl="tpu" if impl == "tpu" else "xla",
     )
     attended = paged_attention(
@@ -204,6 +222,7 @@ def _attention(
         pool,
         work,
         scale=dim**-0.5,
+        kv_scales=kv_scales,
         impl=impl,
     )
     # With the barrier the product finds its operand as it wants it; without, oneDNN transposes it at half the speed.

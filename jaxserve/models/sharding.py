@@ -25,6 +25,7 @@ MESH_AXES: dict[str, str | None] = {
     "norms_of_layer": None,
     "pages": None,
     "page": None,
+    "key_and_value": None,
 }
 
 

@@ -6,11 +6,17 @@ Owns the signature; in-place update is the caller's donation of the pool.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.page_layout import Layout, keys_of, values_of
 
 IMPLEMENTATIONS = ("xla", "tpu")
+
+_FLOAT8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
+LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): _FLOAT8_MAX, jnp.dtype(jnp.uint8): _FLOAT8_MAX}
+"""Pools in eight bits, and the largest value that each stores. Only these have scales. Those in uint8 hold float8 by its bits,
+as `choose.pool_dtype` has it."""
 
 
 def kv_update(
@@ -30,7 +36,7 @@ def kv_update(
 
     Args:
         pages: in "rows", rows may be wider than K and V, as `choose.pool_width` has it; what is past them becomes zero.
-        kv_scales: of pages in int8 or float8_e4m3fn: K of head `k` is divided by `kv_scales[k, 0]` and V by
+        kv_scales: of pages in eight bits (`LARGEST`): K of head `k` is divided by `kv_scales[k, 0]` and V by
             `kv_scales[k, 1]`, rounded to the nearest stored value, and cut off at the largest.
         impl: "xla", or "tpu" for pools in "rows" whose width is a multiple of 128.
 
@@ -59,10 +65,12 @@ def kv_update(
 def _store_as(values: Float[Array, "T K width"], pages: Num[Array, "P K B D2"]) -> Num[Array, "T K width"]:
     """Values in the pool's data type: the nearest that it has, the largest for what is larger still."""
     if pages.dtype == jnp.int8:
-        values = jnp.clip(jnp.round(values), -127, 127)
-    elif pages.dtype == jnp.float8_e4m3fn:
-        largest = float(jnp.finfo(pages.dtype).max)
-        values = jnp.clip(values, -largest, largest)  # it has no infinity, and what is too large would be no number
+        values = jnp.round(values)
+    largest = LARGEST.get(pages.dtype)
+    if largest is not None:
+        values = jnp.clip(values, -largest, largest)  # float8 has no infinity: what is too large would be no number
+    if pages.dtype == jnp.uint8:
+        return lax.bitcast_convert_type(values.astype(jnp.float8_e4m3fn), jnp.uint8)
     return values.astype(pages.dtype)
 
 

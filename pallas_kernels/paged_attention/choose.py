@@ -101,6 +101,13 @@ def _check_tpu(shape: Shape) -> None:
     tpu.check(*dtypes, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
 
 
+def pool_dtype(impl: str, kv_dtype: Any) -> Any:
+    """Data type in which an implementation wants its pool. XLA's CPU backend scatters into float8 by converting the whole pool
+    and back, so what is read and written there are its bits."""
+    kv_dtype = jnp.dtype(kv_dtype)
+    return jnp.dtype(jnp.uint8) if impl == "xla" and kv_dtype == jnp.float8_e4m3fn else kv_dtype
+
+
 def pool_width(impl: str, head_dim: int) -> int:
     """Width of the KV pool's rows for an implementation: K and V side by side, and padding where it needs some."""
     if impl != "tpu":

@@ -169,13 +169,20 @@ def _gather_keys(pages: Num[Array, "P K B D2"], page_ids: Int[Array, " pages_per
     """K of a block's pages one after another, in float32."""
     keys = keys_of(pages).at[2 * page_ids].get(mode="promise_in_bounds").swapaxes(0, 1)  # [K, pages, B, D]
     # Without the barrier XLA fuses the gather into the product.
-    return lax.optimization_barrier(keys.reshape(keys.shape[0], -1, keys.shape[3])).astype(jnp.float32)
+    return _floats(lax.optimization_barrier(keys.reshape(keys.shape[0], -1, keys.shape[3])))
 
 
 def _gather_values(pages: Num[Array, "P K B D2"], page_ids: Int[Array, " pages_per_block"]) -> Float[Array, "K D block"]:
     """V of a block's pages side by side, in float32."""
     values = values_of(pages).at[2 * page_ids + 1].get(mode="promise_in_bounds").transpose(1, 2, 0, 3)  # [K, D, pages, B]
-    return lax.optimization_barrier(values.reshape(*values.shape[:2], -1)).astype(jnp.float32)
+    return _floats(lax.optimization_barrier(values.reshape(*values.shape[:2], -1)))
+
+
+def _floats(stored: Num[Array, "..."]) -> Float[Array, "..."]:
+    """What pages hold, in float32; what is uint8 are the bits of float8, as `choose.pool_dtype` has it."""
+    if stored.dtype == jnp.uint8:
+        stored = lax.bitcast_convert_type(stored, jnp.float8_e4m3fn)
+    return stored.astype(jnp.float32)
 
 
 def _capped(scores: Array, soft_cap: float | None) -> Array:
@@ -314,13 +321,13 @@ def _decode_turn(
 def _scores_by_product(
     queries: Float[Array, "rows K G D"], keys: Num[Array, "rows pages K B D"]
 ) -> Float[Array, "rows pages K G B"]:
-    return jnp.einsum("ikgd,ipkbd->ipkgb", queries, keys.astype(jnp.float32), precision="highest")
+    return jnp.einsum("ikgd,ipkbd->ipkgb", queries, _floats(keys), precision="highest")
 
 
 def _mix_by_product(
     weights: Float[Array, "rows pages K G B"], values: Num[Array, "rows pages K D B"]
 ) -> Float[Array, "rows K G D"]:
-    return jnp.einsum("ipkgb,ipkdb->ikgd", weights, values.astype(jnp.float32), precision="highest")
+    return jnp.einsum("ipkgb,ipkdb->ikgd", weights, _floats(values), precision="highest")
 
 
 # On CPU the gather fuses into a sum over several operands, one for each query head, so that nothing is gathered and every K
@@ -330,13 +337,13 @@ def _mix_by_product(
 def _scores_by_sums(
     queries: Float[Array, "rows K G D"], keys: Num[Array, "rows pages K B D"]
 ) -> Float[Array, "rows pages K G B"]:
-    return _sums(queries[:, None, :, :, None, :], keys.astype(jnp.float32), (4,))
+    return _sums(queries[:, None, :, :, None, :], _floats(keys), (4,))
 
 
 def _mix_by_sums(
     weights: Float[Array, "rows pages K G B"], values: Num[Array, "rows pages K D B"]
 ) -> Float[Array, "rows K G D"]:
-    return _sums(weights[:, :, :, :, None, :], values.astype(jnp.float32), (1, 4))
+    return _sums(weights[:, :, :, :, None, :], _floats(values), (1, 4))
 
 
 def _sums(left: Float[Array, "rows _ K G _ _"], right: Float[Array, "rows pages K M N"], axes: tuple[int, ...]) -> Array:

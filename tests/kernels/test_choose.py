@@ -52,6 +52,8 @@ def test_what_is_asked_for_is_taken(asked: str, platform: str, kind: str) -> Non
         ("gpu", "gpu", "NVIDIA A100-SXM4-80GB", {}, "A100"),
         ("gpu", "gpu", "NVIDIA H200", {"dtype": "float32", "kv_dtype": "float32"}, "bfloat16"),
         ("tpu", "tpu", "TPU v5 lite", {"page_size": 7}, "7"),
+        ("tpu", "tpu", "TPU v5 lite", {"kv_dtype": "float32"}, "found float32"),
+        ("gpu", "gpu", "NVIDIA H200", {"kv_dtype": "float8_e5m2"}, "found float8_e5m2"),
     ],
     ids=str,
 )
