@@ -50,6 +50,7 @@ IMPLEMENTATIONS = {
     "reference": Implementation(reference.lay_out, reference.quant_matmul),
     "xla": Implementation(xla.lay_out, xla.quant_matmul),
     "tpu": _kernel("tpu"),
+    "gpu": _kernel("gpu"),
 }
 """By name. An experiment adds its own in one line; "reference" is the definition, "xla" the fast path without a kernel."""
 

@@ -161,8 +161,8 @@ def test_what_is_no_quantisation_is_refused(impl: str, changes: dict[str, Any], 
 
 def test_unknown_implementations_and_options_are_refused() -> None:
     _, weights = make_inputs(CASES[0])
-    with pytest.raises(ValueError, match="no implementation 'gpu'; there are reference, xla, tpu"):
-        lay_out(weights, impl="gpu")
+    with pytest.raises(ValueError, match="no implementation 'cuda'; there are reference, xla, tpu, gpu"):
+        lay_out(weights, impl="cuda")
     with pytest.raises(TypeError, match="lanes"):
         lay_out(weights, impl="xla", lanes=8)
 
