@@ -96,6 +96,16 @@ class _Slot:
     hashes: list[int] = field(default_factory=list)
 
 
+def _begin(row: PlanRow) -> _Slot:
+    """A sequence whose history others have computed."""
+    slot = _Slot(row.seq_id, row.params, row.seed, row.num_prompt, row.stop_ids, list(row.history))
+    state = _ROOT
+    for token in row.history:
+        state = _mix(state, token)
+        slot.hashes.append(state)
+    return slot
+
+
 class FakeHandle:
     """A step that is ready at the time `ready_at` (`time.monotonic`); `finish` gives its result then, or raises."""
 
@@ -130,6 +140,7 @@ class FakeRunner:
         num_steps: plans submitted.
         last_plan: the newest plan.
         max_pages_used: most distinct pages that rows of one plan have named.
+        num_copies: pages copied.
     """
 
     def __init__(
@@ -156,6 +167,7 @@ class FakeRunner:
         self.num_steps = 0
         self.last_plan: StepPlan | None = None
         self.max_pages_used = 0
+        self.num_copies = 0
         self.forget()
 
     @property
@@ -177,6 +189,9 @@ class FakeRunner:
                 self._failure = InjectedFailure(f"result of step number {number}")
         if self._failure is not None:
             return FakeHandle(partial(self._raise, self._failure), self._ready_at)
+        for source, destination in plan.copies:
+            self._pages[destination] = list(self._pages[source])
+        self.num_copies += len(plan.copies)
         for row in plan.rows:
             self._write_row(row)
         samples = [self._sample(row) for row in plan.rows]
@@ -211,7 +226,22 @@ class FakeRunner:
             for page in row.pages[row.start // limits.page_size : -(-(row.start + row.count) // limits.page_size)]:
                 other = written.setdefault(page, row.seq_id)
                 _require(other == row.seq_id, f"page {page} is written by sequences {other} and {row.seq_id} in one step")
+        for row in plan.rows:
+            for page in row.pages:
+                writer = written.get(page, row.seq_id)
+                _require(writer == row.seq_id, f"page {page}, which sequence {row.seq_id} reads, is written by {writer}")
+        self._check_copies(plan)
         self.max_pages_used = max(self.max_pages_used, len({page for row in plan.rows for page in row.pages}))
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        num_pages, size = self._limits.num_pages, self._limits.page_size
+        _require(len(plan.copies) <= self._limits.max_seqs, f"{len(plan.copies)} copies in one step")
+        begun = {row.pages[row.start // size] for row in plan.rows if row.fresh and row.start % size}
+        for source, destination in plan.copies:
+            _require(0 <= source < num_pages, f"page id out of range in a copy: {source}")
+            _require(destination in begun, f"page {destination} is copied to, yet no row starts in the middle of it")
+            begun.remove(destination)
+        _require(not begun, f"pages {begun} are started in the middle of, yet nothing was copied there")
 
     def _check_row(self, row: PlanRow) -> None:
         limits = self._limits
@@ -229,8 +259,9 @@ class FakeRunner:
         _require(all(0 <= p < limits.num_pages for p in row.pages), f"{where}: page id out of range: {row.pages}")
         _require(len(set(row.pages)) == len(row.pages), f"{where}: a page twice in one block table: {row.pages}")
         if row.fresh:
-            _require(row.start == 0, f"{where}: fresh, yet starts at {row.start}")
+            _require(row.start == len(row.history), f"{where}: starts at {row.start}, its history is {row.history}")
         else:
+            _require(not row.history, f"{where}: not fresh, yet it has the history {row.history}")
             self._check_continues(row)
 
     def _check_continues(self, row: PlanRow) -> None:
@@ -245,7 +276,7 @@ class FakeRunner:
 
     def _write_row(self, row: PlanRow) -> None:
         if row.fresh:
-            self._slots[row.slot] = _Slot(row.seq_id, row.params, row.seed, row.num_prompt, row.stop_ids)
+            self._slots[row.slot] = _begin(row)
         slot = self._slots[row.slot]
         self._check_page_contents(row, slot)
         self._take_tokens(row, slot)

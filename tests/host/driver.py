@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import Request, SamplingParams, Sequence, TokenEvent
@@ -49,10 +50,17 @@ class Driver:
         *,
         prefill_chunk: int = 16,
         eos_token_ids: tuple[int, ...] = (EOS,),
+        prefixes: bool = False,
         **runner: Any,
     ) -> None:
         self.limits = limits or make_limits()
-        self.scheduler = Scheduler(self.limits, prefill_chunk=prefill_chunk, eos_token_ids=eos_token_ids, seed=1)
+        self.scheduler = Scheduler(
+            self.limits,
+            prefill_chunk=prefill_chunk,
+            eos_token_ids=eos_token_ids,
+            seed=1,
+            prefixes=PrefixTree(self.limits.page_size) if prefixes else None,
+        )
         self.runner = FakeRunner(self.limits, **{"next_token": lambda tokens, seed: 7, **runner})
         self.in_flight: deque[tuple[StepPlan, FakeHandle]] = deque()
 

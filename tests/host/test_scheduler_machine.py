@@ -55,6 +55,10 @@ params_strategy = st.builds(
 )
 
 
+text_strategy = st.tuples(st.integers(0, 1), st.sampled_from([100, 100, 70, 40]), st.sampled_from(["", "", "", "salt"]))
+"""Which text a prompt is of, percent of it after which a request goes its own way, and its salt."""
+
+
 @dataclass
 class Tracked:
     """One accepted request, and what came of it."""
@@ -72,6 +76,32 @@ def importance(seq: Sequence) -> tuple[int, float, int]:
     return seq.request.priority, math.inf if seq.turn < 0 else seq.turn, seq.seq_id
 
 
+@dataclass
+class CachedPrefixes:
+    """The full pages that plans have computed so far, each by all tokens up to its end: the plainest way to know what is there."""
+
+    page_size: int
+    enabled: bool
+    pages: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+
+    def add(self, seq: Sequence) -> None:
+        """Take note of what plans so far compute for `seq`, as far as its tokens are known."""
+        for end in range(self.page_size, min(seq.planned, len(seq.tokens)) + 1, self.page_size):
+            self.pages.add((seq.request.cache_salt, tuple(seq.tokens[:end])))
+
+    def num_pages(self, seq: Sequence) -> int:
+        """Leading pages of `seq` that are there."""
+        size, salt = self.page_size, seq.request.cache_salt
+        count = 0
+        while (
+            self.enabled
+            and (count + 1) * size < len(seq.tokens)
+            and (salt, tuple(seq.tokens[: (count + 1) * size])) in self.pages
+        ):
+            count += 1
+        return count
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of arrivals, aborts, plans, commits and device failures. Ids are few, so they are soon used again."""
 
@@ -80,13 +110,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_chunk=st.integers(1, 12),
         max_in_flight=st.integers(1, 3),
         eos_probability=st.sampled_from([0.0, 0.02, 0.2]),
+        prefixes=st.booleans(),
     )
-    def start(self, limits: RunnerLimits, prefill_chunk: int, max_in_flight: int, eos_probability: float) -> None:
+    def start(
+        self, limits: RunnerLimits, prefill_chunk: int, max_in_flight: int, eos_probability: float, prefixes: bool
+    ) -> None:
         self.prefill_chunk = prefill_chunk
         self.max_in_flight = max_in_flight
         self.driver = Driver(
-            limits, prefill_chunk=prefill_chunk, eos_token_ids=EOS_IDS, next_token=None, eos_probability=eos_probability
+            limits,
+            prefill_chunk=prefill_chunk,
+            eos_token_ids=EOS_IDS,
+            prefixes=prefixes,
+            next_token=None,
+            eos_probability=eos_probability,
         )
+        self.cached = CachedPrefixes(limits.page_size, prefixes)
         self.live: dict[str, Tracked] = {}
         self.finished: list[Tracked] = []
 
@@ -101,6 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_percent=st.sampled_from([0, 0, 0, 50, 100]),
         params=params_strategy,
         priority=st.sampled_from([0, 0, 0, 1, -1]),
+        text=text_strategy,
     )
     def add(self, **arguments: Any) -> None:
         self.add_request(**arguments)
@@ -113,13 +153,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_percent: int,
         params: SamplingParams,
         priority: int,
+        text: tuple[int, int, str],
     ) -> None:
         limits = self.driver.limits
         num_prompt = max(1, limits.max_context * prompt_percent // 100)
         max_tokens = None if output_percent is None else max(1, limits.max_context * output_percent // 100)
         params = dataclasses.replace(params, max_tokens=max_tokens, min_tokens=(max_tokens or 2) * min_percent // 100)
-        prompt = tuple((num_prompt + i * i) % 8 for i in range(num_prompt))
-        request = Request(request_id=request_id, prompt=prompt, params=params, priority=priority)
+        first, parting_percent, salt = text
+        parting = num_prompt * parting_percent // 100
+        prompt = tuple((first + i * i + (i >= parting) * int(request_id)) % 8 for i in range(num_prompt))
+        request = Request(request_id=request_id, prompt=prompt, params=params, priority=priority, cache_salt=salt)
         needed = num_prompt + max(max_tokens or 1, params.min_tokens)
         fits = needed <= limits.max_context and needed - 1 <= limits.num_pages * limits.page_size
         if fits and request_id not in self.live:
@@ -134,14 +177,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         output_percent=st.sampled_from([60, 40, 20]),
         params=params_strategy,
         priorities=st.sampled_from([(0,), (1, 0), (1, -1, 0)]),
+        text=text_strategy,
     )
     def add_several(
-        self, count: int, prompt_percent: int, output_percent: int, params: SamplingParams, priorities: tuple[int, ...]
+        self,
+        count: int,
+        prompt_percent: int,
+        output_percent: int,
+        params: SamplingParams,
+        priorities: tuple[int, ...],
+        text: tuple[int, int, str],
     ) -> None:
-        """Alike but for priorities, and long enough to fill the pool together."""
+        """Alike but for priorities and what follows their common prefix, and long enough to fill the pool together."""
         free_ids = [str(i) for i in range(10) if str(i) not in self.live]
         for request_id, priority in zip(free_ids[:count], itertools.cycle(priorities), strict=False):
-            self.add_request(request_id, prompt_percent, output_percent, 0, params, priority)
+            self.add_request(request_id, prompt_percent, output_percent, 0, params, priority, text)
 
     @rule(request_id=request_ids)
     def abort(self, request_id: str) -> None:
@@ -173,11 +223,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         unfinished = [seq for seq in running_before if seq.num_output + seq.in_flight < seq.max_output]
         preempted_before = {t.seq.seq_id: t.seq.num_preemptions for t in self.live.values()}
         pages_before = {seq.seq_id: len(seq.pages) for seq in running_before}
+        never_ran = [t.seq for t in self.live.values() if t.seq.turn < 0]
+        parked_before = set(self.scheduler._running.parked)
+        for tracked in self.live.values():
+            self.cached.add(tracked.seq)
         rows = list(self.driver.plan().values())
 
         seqs = {t.seq.seq_id: t.seq for t in self.live.values()}
         running = [seq for seq in seqs.values() if seq.slot is not None]
-        waiting = [seq for seq in seqs.values() if seq.slot is None]
+        parked = (
+            parked_before | self.scheduler._running.parked | {seq for seq in never_ran if seq.turn >= 0 and seq.slot is None}
+        )
+        waiting = [seq for seq in seqs.values() if seq.slot is None and seq not in parked]
         victims = [seq for seq in seqs.values() if seq.num_preemptions > preempted_before[seq.seq_id]]
         self.check_rows(rows, seqs)
         fresh = [seqs[row.seq_id] for row in rows if row.fresh]
@@ -202,7 +259,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.count <= self.prefill_chunk
             assert len(row.pages) == -(-(row.start + row.count) // size), "not as many pages as the row needs"
             assert row.seq_id in seqs, "a finished sequence was planned"
-            assert row.fresh == (row.start == 0)
+            if row.fresh:
+                self.check_start(row, seqs[row.seq_id])
+            else:
+                assert row.start > 0
+
+    def check_start(self, row: PlanRow, seq: Sequence) -> None:
+        """It starts after the pages that earlier plans computed, whoever for; all of them, if none was evicted."""
+        size = self.driver.limits.page_size
+        expected = self.cached.num_pages(seq)
+        assert row.start // size <= expected, "a page was shared that nobody has computed"
+        if self.scheduler.memory.num_evicted == 0:
+            assert row.start // size == expected, "a page that is there was not found"
 
     def check_victims(
         self, victims: list[Sequence], running: list[Sequence], fresh: list[Sequence], pages_before: dict[int, int]
@@ -234,6 +302,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {event.request_id for event in events} == expected
         assert all(event.finish_reason is FinishReason.ERROR for event in events)
         self.take(events)
+        self.cached.pages.clear()
         assert self.scheduler.num_free_pages == self.driver.limits.num_pages
 
     def take(self, events: list[TokenEvent]) -> None:
@@ -242,6 +311,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tracked.events.append(event)
             if event.finish_reason is not None:
                 self.finished.append(self.live.pop(event.request_id))
+                self.cached.add(tracked.seq)
             check_events(tracked, self.driver)
 
     @invariant()
