@@ -73,23 +73,24 @@ class DecodeWork:
 
 @pytree.dataclass
 class ChunkWork:
-    """The list of query tiles, padded.
+    """The list of query tiles, padded. Indices are unsigned, as in `DecodeWork`.
 
     Attributes:
         num_tiles: how many are real.
         row: each tile's row.
         first: its first token among the chunk tokens.
         position: that token's position.
-        length: the row's length.
+        start_block, end_block: the row's blocks that its tokens see, the end excluded.
         page_ids: each row's block table in blocks of pages.
     """
 
-    num_tiles: Int[Array, ""]
-    row: Int[Array, " tiles"]
-    first: Int[Array, " tiles"]
+    num_tiles: UInt[Array, ""]
+    row: UInt[Array, " tiles"]
+    first: UInt[Array, " tiles"]
     position: Int[Array, " tiles"]
-    length: Int[Array, " tiles"]
-    page_ids: Int[Array, "S blocks pages_per_block"]
+    start_block: UInt[Array, " tiles"]
+    end_block: UInt[Array, " tiles"]
+    page_ids: UInt[Array, "S blocks pages_per_block"]
     tile: int = pytree.static()
     window: int | None = pytree.static()
 
@@ -165,14 +166,14 @@ def _blocked_table(table: Int[Array, "S W"], per_block: int) -> Int[Array, "S bl
     return jnp.pad(table, ((0, 0), (0, blocks * per_block - width)), mode="edge").reshape(num_rows, blocks, per_block)
 
 
-def _gather_keys(pages: Num[Array, "P K B D2"], page_ids: Int[Array, " pages_per_block"]) -> Float[Array, "K block D"]:
+def _gather_keys(pages: Num[Array, "P K B D2"], page_ids: UInt[Array, " pages_per_block"]) -> Float[Array, "K block D"]:
     """K of a block's pages one after another, in float32."""
     keys = keys_of(pages).at[2 * page_ids].get(mode="promise_in_bounds").swapaxes(0, 1)  # [K, pages, B, D]
     # Without the barrier XLA fuses the gather into the product.
     return _floats(lax.optimization_barrier(keys.reshape(keys.shape[0], -1, keys.shape[3])))
 
 
-def _gather_values(pages: Num[Array, "P K B D2"], page_ids: Int[Array, " pages_per_block"]) -> Float[Array, "K D block"]:
+def _gather_values(pages: Num[Array, "P K B D2"], page_ids: UInt[Array, " pages_per_block"]) -> Float[Array, "K D block"]:
     """V of a block's pages side by side, in float32."""
     values = values_of(pages).at[2 * page_ids + 1].get(mode="promise_in_bounds").transpose(1, 2, 0, 3)  # [K, D, pages, B]
     return _floats(lax.optimization_barrier(values.reshape(*values.shape[:2], -1)))
@@ -374,13 +375,20 @@ def _schedule_chunks(
     index = jnp.arange(max_tiles)
     row = jnp.minimum(jnp.sum(index[:, None] >= ends[None, :], axis=1), num_rows - 1)
     first = offsets[row] + (index - (ends - num_tiles)[row]) * tile
+    position = lengths[row] - (offsets[row + 1] - first)
+    page_ids = _blocked_table(table, max(1, CHUNK_BLOCK // page_size))
+    block = page_ids.shape[2] * page_size
+    start_block = jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0) // block
+    # Tokens past the row's end belong to later tiles, which overwrite what this one gives them.
+    end_block = -(-jnp.minimum(position + tile, lengths[row]) // block)
     return ChunkWork(
-        num_tiles=ends[-1],
-        row=row,
-        first=first,
-        position=lengths[row] - (offsets[row + 1] - first),
-        length=lengths[row],
-        page_ids=_blocked_table(table, max(1, CHUNK_BLOCK // page_size)),
+        num_tiles=ends[-1].astype(jnp.uint32),
+        row=row.astype(jnp.uint32),
+        first=first.astype(jnp.uint32),
+        position=position,
+        start_block=start_block.astype(jnp.uint32),
+        end_block=end_block.astype(jnp.uint32),
+        page_ids=page_ids.astype(jnp.uint32),
         tile=tile,
         window=window,
     )
@@ -401,19 +409,20 @@ def _chunks(
     queries = jnp.pad(queries.transpose(1, 2, 3, 0), ((0, 0), (0, 0), (0, 0), (0, tile)))
 
     def one_tile(index: Array, out: Array) -> Array:
-        row, first, position, length = work.row[index], work.first[index], work.position[index], work.length[index]
-        # Tokens past the row's end belong to later tiles, which overwrite what this one gives them.
-        last = jnp.minimum(position + tile, length)
+        row, first, position, start_block, end_block = (
+            part.at[index].get(mode="promise_in_bounds")
+            for part in (work.row, work.first, work.position, work.start_block, work.end_block)
+        )
         tile_queries = lax.dynamic_slice_in_dim(queries, first, tile, axis=3).transpose(0, 1, 3, 2)
         tile_queries = tile_queries.reshape(num_kv_heads, group * tile, head_dim)
         positions = jnp.tile(position + jnp.arange(tile), group)  # [G*tile]
 
         def one_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             best, total, acc = carry
-            page_ids = work.page_ids[row, number]
+            page_ids = work.page_ids.at[row, number].get(mode="promise_in_bounds")
             keys, values = _gather_keys(pages, page_ids), _gather_values(pages, page_ids)
             scores = jnp.einsum("kqd,kcd->kqc", tile_queries, keys, precision="highest")
-            key_positions = number * block + jnp.arange(block)[None, :]
+            key_positions = number.astype(jnp.int32) * block + jnp.arange(block)[None, :]
             visible = key_positions <= positions[:, None]
             if work.window is not None:
                 visible &= key_positions > positions[:, None] - work.window
@@ -431,8 +440,7 @@ def _chunks(
             jnp.zeros(state, jnp.float32),
             jnp.zeros((*state, head_dim), jnp.float32),
         )
-        first_block = 0 if work.window is None else jnp.maximum(position - work.window + 1, 0) // block
-        best, total, acc = lax.fori_loop(first_block, -(-last // block), one_block, start)
+        best, total, acc = lax.fori_loop(start_block, end_block, one_block, start)
         tile_sinks = None if sinks is None else jnp.repeat(sinks, tile, axis=1)
         tile_out = _finished(best, total, acc, tile_sinks)
         tile_out = tile_out.reshape(num_kv_heads, group, tile, head_dim).transpose(2, 0, 1, 3)
@@ -442,5 +450,5 @@ def _chunks(
     # Zero or one, whatever: a constant would be shared by all layers and copied for each, which costs more than to write it.
     whatever = (queries[0, 0, 0, 0] > 0).astype(jnp.float32)
     start = jnp.broadcast_to(whatever, (num_tokens + tile, num_kv_heads * group * head_dim))
-    out = lax.fori_loop(0, work.num_tiles, one_tile, start)
+    out = lax.fori_loop(jnp.uint32(0), work.num_tiles, one_tile, start)
     return out[:num_tokens].reshape(num_tokens, num_kv_heads, group, head_dim)
