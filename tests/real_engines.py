@@ -20,6 +20,7 @@ from jaxserve.config import EngineConfig, ModelConfig, model_config_from_hf
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.engine.core import EngineCore, EngineStats
+from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.launch import build_runner, load_params
 from jaxserve.models.families import FAMILIES
@@ -115,6 +116,7 @@ class Output:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
+    num_cached: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ def run(
     prefill_chunk: int = 64,
     overlap: bool = True,
     eos_token_ids: tuple[int, ...] = (),
+    prefixes: bool = False,
     **limits: Any,
 ) -> Run:
     """Run `requests`, all added at once, through a fresh engine on `runner` until none is left.
@@ -140,7 +143,11 @@ def run(
         limits: changes to the runner's `RunnerLimits`, none of them upwards.
     """
     scheduler = Scheduler(
-        dataclasses.replace(runner.limits, **limits), prefill_chunk=prefill_chunk, eos_token_ids=eos_token_ids, seed=0
+        dataclasses.replace(runner.limits, **limits),
+        prefill_chunk=prefill_chunk,
+        eos_token_ids=eos_token_ids,
+        seed=0,
+        prefixes=PrefixTree(runner.limits.page_size) if prefixes else None,
     )
     core = EngineCore(scheduler, runner, overlap=overlap)
     outputs: dict[str, Output] = {}
@@ -154,6 +161,7 @@ def run(
             output.tokens += event.tokens
             output.logprobs += event.logprobs
             output.finish_reason = event.finish_reason
+            output.num_cached = event.num_cached
     scheduler.check_integrity()
     assert core.last_error is None
     assert scheduler.num_free_pages == scheduler._limits.num_pages

@@ -25,10 +25,11 @@ from jaxserve.device.abstract import initial_state, pool_shape
 from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
 from jaxserve.device.compiler import release_freed_memory, step_options, uses_onednn
 from jaxserve.device.pack import abstract_upload, pack
-from jaxserve.device.sampler import Sampled, SlotState
+from jaxserve.device.prepare import Preparation
+from jaxserve.device.sampler import Sampled
 from jaxserve.device.step import DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
-from jaxserve.request import MAX_LOGIT_BIAS, TokenLogprobs
+from jaxserve.request import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class DeviceRunner:
         self._state = self._empty_state()
         self._buckets = enumerate_buckets(limits)
         self._steps: dict[Bucket, Any] = {}
-        self._set_bias = self._compile_set_bias()
+        self._preparation = Preparation(self._state, limits, self._everywhere)
         self._compiles_when_ready = 0
 
     @property
@@ -172,9 +173,7 @@ class DeviceRunner:
     def submit(self, plan: StepPlan) -> DeviceStep:
         """Pack and dispatch `plan` without waiting for it."""
         started = time.perf_counter()
-        for row in plan.rows:
-            if row.fresh and row.params.logit_bias:
-                self._upload_bias(row)
+        self._state = self._preparation.prepare(self._state, plan)
         bucket = bucket_for_plan(self._buckets, plan)
         packed, places = pack(plan, bucket, self._limits)
         result = self._dispatch(bucket, packed)
@@ -198,27 +197,6 @@ class DeviceRunner:
     def _empty_state(self) -> DeviceState:
         make = partial(initial_state, self._config, self._limits, self._mesh, self._kv_dtype, self.attention_impl)
         return jax.jit(make, out_shardings=state_shardings(self._mesh, self._config.num_layers, self._kv_dtype))()
-
-    def _compile_set_bias(self) -> Any:
-        def set_bias(slots: SlotState, slot: jax.Array, ids: jax.Array, values: jax.Array) -> SlotState:
-            return dataclasses.replace(
-                slots, bias_ids=slots.bias_ids.at[slot].set(ids), bias_values=slots.bias_values.at[slot].set(values)
-            )
-
-        def here(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._everywhere)
-
-        arguments = (here((), np.int32), here((MAX_LOGIT_BIAS,), np.int32), here((MAX_LOGIT_BIAS,), np.float32))
-        return jax.jit(set_bias, donate_argnums=(0,)).lower(_abstract(self._state.slots), *arguments).compile()
-
-    def _upload_bias(self, row: PlanRow) -> None:
-        bias = row.params.logit_bias
-        ids = np.full(MAX_LOGIT_BIAS, self._limits.vocab_size, np.int32)
-        values = np.zeros(MAX_LOGIT_BIAS, np.float32)
-        ids[: len(bias)] = [token_id for token_id, _ in bias]
-        values[: len(bias)] = [value for _, value in bias]
-        arguments = jax.device_put((np.int32(row.slot), ids, values), self._everywhere)
-        self._state = dataclasses.replace(self._state, slots=self._set_bias(self._state.slots, *arguments))
 
 
 def _abstract(tree: Any) -> Any:

@@ -78,7 +78,7 @@ def importance(seq: Sequence) -> tuple[int, float, int]:
 
 @dataclass
 class CachedPrefixes:
-    """The full pages that plans have computed so far, each by all tokens up to its end: the plainest way to know what is there."""
+    """The full pages that plans have computed so far, each by all tokens up to its end: the plainest record."""
 
     page_size: int
     enabled: bool
