@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from jaxserve.errors import InvalidRequest, NotReady, QueueFull
 from jaxserve.host.backlog import Backlog, Entry
-from jaxserve.host.overload import DrainRate, Margin, ShedShare
+from jaxserve.host.overload import DrainRate, Margin, PromptSpeed, RecentService, ShedShare
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import BATCH_PRIORITY, FinishReason, Request, TokenEvent, check_token_ids
 
@@ -33,8 +33,8 @@ TENANT_QUEUE_FACTOR = 2.0
 """A tenant among others may have so many times as much waiting as is still free (dynamic thresholds, Choudhury and Hahne,
 1998): two thirds of the queue when it is alone, less when more of them crowd it, and always room for the next."""
 
-CALIBRATION_SHARE = 0.25
-"""Only forecasts of at least this part of the target teach the margin: of shorter ones a step's own time is the most."""
+CALIBRATION_SHARE = 0.75
+"""Only forecasts of at least this part of the target teach the margin: whether shorter ones are kept matters to nobody."""
 
 
 def validate(request: Request, limits: RunnerLimits) -> None:
@@ -105,9 +105,10 @@ class Admission:
     calls `observe`, once for all events of a step. These may be two threads: a lock guards the counters.
 
     With a target for the time to the first token, a request is refused when its own would miss it: the prompt tokens that
-    go before it and its own, over the rate at which they have drained lately, stretched by the margin that forecasts have
-    needed. Two are let in all the same: one of batch priority, for which no time is kept, and one that nothing goes before,
-    since waiting would not help it. Before a rate is known, as many may wait as the engine has slots.
+    go before it over the rate at which they have drained lately, and its own at the speed of a prompt alone, stretched by
+    the margin that forecasts have needed. Two are let in all the same: one of batch priority, for which no time is kept, and
+    one that nothing goes before, since waiting would not help it. Before a rate is known, as many may wait as there are
+    slots.
 
     Args:
         max_queue_requests, max_queue_tokens: what may wait; 0 tokens for four times what the KV pool holds.
@@ -145,6 +146,8 @@ class Admission:
         self._finished_tokens = 0
         self._busy_since = 0.0
         self._drain_rate = DrainRate()
+        self._prompt_speed = PromptSpeed()
+        self._service = RecentService()
         self._margin = Margin()
         self._shed = ShedShare()
         self.num_admitted = 0
@@ -274,7 +277,7 @@ class Admission:
             )
 
     def _check_time(self, request: Request, num_tokens: int) -> float | None:
-        """The forecast of the time to the first token, not stretched, where there is a target for it."""
+        """The forecast of the time to the first token, stretched by the margin, where there is a target for it."""
         if not self._slo or request.priority >= BATCH_PRIORITY:
             return None
         rate = self._drain_rate.tokens_per_second
@@ -286,14 +289,17 @@ class Admission:
                     code="too_late",
                 )
             return None
-        ahead = self._backlog.tokens_ahead(request.priority, request.tenant, request.weight, num_tokens)
-        forecast = (ahead + num_tokens) / rate
-        stretched = forecast * self._margin.factor
-        if ahead and stretched > self._slo:
+        now = self._clock()
+        ahead = self._backlog.tokens_ahead(
+            request.priority, request.tenant, request.weight, num_tokens, lambda tenant: self._service.tokens(now, tenant)
+        )
+        alone = num_tokens / max(rate, self._prompt_speed.tokens_per_second(now))
+        forecast = (ahead / rate + alone) * self._margin.factor
+        if ahead and forecast > self._slo:
             raise QueueFull(
-                f"the first token would come after about {stretched:.2f} s, later than the {self._slo:g} s that this server "
+                f"the first token would come after about {forecast:.2f} s, later than the {self._slo:g} s that this server "
                 f"holds itself to: {ahead:.0f} prompt tokens go before, and {rate:.0f} a second drain",
-                retry_after=_bounded(stretched - self._slo),
+                retry_after=_bounded(forecast - self._slo),
                 code="too_late",
             )
         return forecast
@@ -321,14 +327,16 @@ class Admission:
                 entry = self._start(event.request_id)
                 if entry is not None and event.tokens:
                     drained += entry.num_tokens
-                    self._calibrate(entry, now)
+                    self._learn(entry, now)
                 if event.finish_reason is not None:
                     weight = self._started.pop(event.request_id, None)
                     if weight is not None and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                         self._count_finished(weight, now)
             self._drain_rate.observe(now, drained, self._backlog.oldest)
 
-    def _calibrate(self, entry: Entry, now: float) -> None:
+    def _learn(self, entry: Entry, now: float) -> None:
+        self._prompt_speed.observe(now, entry.num_tokens, now - entry.since)
+        self._service.observe(now, entry.tenant, entry.num_tokens)
         if entry.forecast is not None and entry.forecast >= CALIBRATION_SHARE * self._slo:
             self._margin.observe(entry.forecast, now - entry.since)
 

@@ -6,6 +6,7 @@ Owns the sums. Does not know limits, rates or the order within a tenant.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -90,11 +91,16 @@ class Backlog:
         flows = [flow for level, tenants in self._flows.items() if level <= priority for flow in tenants.values()]
         return sum([flow.num_requests for flow in flows])
 
-    def tokens_ahead(self, priority: int, tenant: str, weight: float, num_tokens: int) -> float:
+    def tokens_ahead(
+        self, priority: int, tenant: str, weight: float, num_tokens: int, served: Callable[[str], float]
+    ) -> float:
         """Prompt tokens that run before the last of a tenant's `num_tokens` new ones does, without these.
 
         All that waits at more urgent priorities, all that the tenant itself has at this one, and of each other tenant as
-        much as its share gives it until then.
+        much as brings it to the same service for its weight by then.
+
+        Args:
+            served: tokens that a tenant was given lately.
         """
         ahead = 0.0
         tenants = self._flows.get(priority, {})
@@ -102,9 +108,10 @@ class Backlog:
         for level, others in self._flows.items():
             if level < priority:
                 ahead += sum([flow.num_tokens for flow in others.values()])
+        level_by_then = (served(tenant) + own + num_tokens) / weight
         for name, flow in tenants.items():
             if name != tenant:
-                ahead += min(flow.num_tokens, (own + num_tokens) * flow.weight / weight)
+                ahead += min(flow.num_tokens, max(0.0, level_by_then * flow.weight - served(name)))
         return ahead + own
 
     def check_integrity(self) -> None:

@@ -11,6 +11,11 @@ from collections import deque
 MEMORY_SECONDS = 10.0
 """Seconds of backlog after which a measured drain rate counts for 1/e."""
 
+MAX_TENANTS = 1024
+
+SPEED_MEMORY_SECONDS = 600.0
+"""Seconds after which the fastest prompt counts for 1/e."""
+
 MIN_BACKLOG_SECONDS = 0.5
 """Seconds of backlog that must have been seen before their rate is believed."""
 
@@ -18,7 +23,7 @@ PIPELINE_BATCHES = 3
 """Batches of events that a request may wait for its first token without there being a backlog: those of steps that were
 planned before it came, and its own."""
 
-TARGET_MISSES = 0.05
+TARGET_MISSES = 0.03
 MARGIN_GAIN = 0.1
 MIN_MARGIN, MAX_MARGIN = 0.5, 8.0
 
@@ -61,20 +66,60 @@ class DrainRate:
         return self._tokens / self._seconds
 
 
-class Margin:
-    """The factor by which forecasts must be stretched so that 19 in 20 are kept.
+class RecentService:
+    """Prompt tokens that each tenant was given lately, those of `MEMORY_SECONDS` ago counting for 1/e."""
 
-    A quantile followed by stochastic approximation (Robbins and Monro, 1951): each forecast that was not kept raises it,
-    each that was lowers it by a nineteenth of that. So a forecast that is wrong in a steady way is put right, without a
-    model of why.
+    def __init__(self) -> None:
+        self._tokens: dict[str, tuple[float, float]] = {}  # and the time at which they were so many
+
+    def observe(self, now: float, tenant: str, num_tokens: int) -> None:
+        """Take note of a prompt."""
+        self._tokens[tenant] = self.tokens(now, tenant) + num_tokens, now
+        if len(self._tokens) > MAX_TENANTS:
+            del self._tokens[min(self._tokens, key=lambda name: self.tokens(now, name))]
+
+    def tokens(self, now: float, tenant: str) -> float:
+        """The tokens; 0 for a tenant of which nothing is remembered."""
+        tokens, since = self._tokens.get(tenant, (0.0, now))
+        return tokens * math.exp((since - now) / MEMORY_SECONDS)
+
+
+class PromptSpeed:
+    """Prompt tokens a second of the fastest prompt of late, from its arrival to its first token: what one alone may take.
+
+    A lower bound of what the engine can do, and under load a loose one, for then every prompt waits for others.
+    """
+
+    def __init__(self) -> None:
+        self._fastest = 0.0
+        self._seen = -math.inf
+
+    def observe(self, now: float, num_tokens: int, seconds: float) -> None:
+        """Take note of a prompt whose first token came after `seconds`."""
+        speed = num_tokens / max(seconds, 1e-6)
+        if speed >= self.tokens_per_second(now):
+            self._fastest, self._seen = speed, now
+
+    def tokens_per_second(self, now: float) -> float:
+        """The speed, a fastest one of long ago counting less; 0 before any was seen."""
+        return self._fastest * math.exp((self._seen - now) / SPEED_MEMORY_SECONDS) if self._fastest else 0.0
+
+
+class Margin:
+    """The factor by which forecasts must be stretched so that 97 in 100 are kept.
+
+    A quantile followed by stochastic approximation (Robbins and Monro, 1951; over time that changes, the adaptive conformal
+    inference of Gibbs and Candes, 2021): a forecast that was not kept raises it, one that was lowers it by that much less
+    often as there must be more of them. While the factor stays within its bounds the share that is not kept comes out at
+    the target whatever makes the forecasts wrong, without a model of it.
     """
 
     def __init__(self) -> None:
         self.factor = 1.0
 
     def observe(self, forecast: float, found: float) -> None:
-        """Take note of how long it took, in the unit of the forecast, which was not stretched."""
-        missed = found > forecast * self.factor
+        """Take note of how long it took, in the unit of the forecast, which was stretched by the factor of its time."""
+        missed = found > forecast
         self.factor *= math.exp(MARGIN_GAIN * ((1 - TARGET_MISSES) if missed else -TARGET_MISSES))
         self.factor = min(MAX_MARGIN, max(MIN_MARGIN, self.factor))
 

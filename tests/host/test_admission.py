@@ -1,9 +1,10 @@
 import dataclasses
+import itertools
 
 import pytest
 
 from jaxserve.errors import InvalidRequest, NotReady, QueueFull
-from jaxserve.host.admission import Admission, output_limit, validate
+from jaxserve.host.admission import Admission, cap_output, output_limit, validate
 from jaxserve.request import FinishReason, TokenEvent
 from tests.host.driver import make_limits, make_request
 
@@ -231,3 +232,143 @@ def test_retry_after_is_bounded():
     serve(admission, clock, 1, seconds_each=20.0, num_prompt=1)
     admission.admit(make_request("b", 50))
     assert fill_and_refuse(admission, make_request("c", 50)) == 60.0
+
+
+# --- shares of the queue, and caps ------------------------------------------------------------------------------------
+
+
+def make_shared(**changes):
+    options = {"max_queue_requests": 30, "max_queue_tokens": 3000, "num_tenants": 3, "clock": Clock(), **changes}
+    return Admission(make_limits(), **options)
+
+
+def fill(admission, tenant, *, priority=0):
+    """Send requests until one is refused; how many were let in, and the refusal."""
+
+    def send():
+        for number in itertools.count():
+            admission.admit(make_request(f"{tenant}{priority}-{number}", 10, tenant=tenant, priority=priority))
+
+    before = admission.num_admitted
+    with pytest.raises(QueueFull) as caught:
+        send()
+    admission.check_integrity()
+    return admission.num_admitted - before, caught.value
+
+
+def test_a_tenant_among_others_cannot_fill_the_queue():
+    admission = make_shared()
+    counts = {}
+    for tenant in ("a", "b", "c"):
+        counts[tenant], error = fill(admission, tenant)
+        assert error.code == "tenant_share"
+        assert f"{counts[tenant]} requests and {counts[tenant] * 10} prompt tokens of it wait" in str(error)
+    assert counts == {"a": 20, "b": 7, "c": 2}
+    assert admission.refused == {"tenant_share": 3}
+
+
+def test_a_tenant_alone_may_fill_it():
+    assert fill(make_shared(num_tenants=1), "a")[0] == 30
+
+
+def test_the_tenant_s_share_counts_tokens_too():
+    admission = make_shared(max_queue_requests=1000, max_queue_tokens=300)
+    assert fill(admission, "a")[0] == 20
+
+
+def test_batch_work_leaves_a_quarter_of_the_queue_to_others():
+    admission = make_shared(num_tenants=1)
+    count, error = fill(admission, "", priority=10)
+    assert (count, error.code) == (22, "queue_full")
+    assert fill(admission, "")[0] == 8
+
+
+def test_by_default_four_pools_may_wait():
+    assert make_shared(max_queue_tokens=0).max_queue_tokens == 4 * 64 * 4
+
+
+def test_refusals_are_counted_and_their_share_exported():
+    admission = make_admission(requests=1)
+    admission.admit(make_request("a"))
+    for _ in range(3):
+        with pytest.raises(QueueFull):
+            admission.admit(make_request("b"))
+    assert (admission.num_admitted, admission.refused, admission.shed_share) == (1, {"queue_full": 3}, 0.75)
+
+
+@pytest.mark.parametrize(("max_tokens", "cap", "expected"), [(None, 0, None), (None, 10, 10), (5, 10, 5), (10, 10, 10)])
+def test_the_cap_on_output_fills_in_what_is_not_said(max_tokens, cap, expected):
+    request = cap_output(make_request(max_tokens=max_tokens), make_limits(), cap)
+    assert request.params.max_tokens == expected
+
+
+def test_the_cap_on_output_does_not_ask_for_more_than_the_context_leaves():
+    request = make_request(num_prompt=60)
+    assert cap_output(request, make_limits(), 10) is request
+
+
+@pytest.mark.parametrize("changes", [{"max_tokens": 11}, {"min_tokens": 11}])
+def test_more_than_the_cap_is_refused_by_name_and_number(changes):
+    (name,) = changes
+    with pytest.raises(
+        InvalidRequest, match=f"{name} must be at most 10, this server's limit for one answer, found 11"
+    ) as caught:
+        cap_output(make_request(**changes), make_limits(), 10)
+    assert caught.value.param == name
+
+
+# --- the target for the first token -----------------------------------------------------------------------------------
+
+
+def make_backlogged(clock, **changes):
+    """Admission that has seen 100 prompt tokens a second drain from a backlog, and has a target of 2 s."""
+    admission = make_shared(slo_ttft_seconds=2.0, clock=clock, max_queue_requests=1000, **changes)
+    admission.admit(make_request("old"))
+    for number in range(100):
+        admission.admit(make_request(f"served-{number}", 10))
+        clock.now += 0.1
+        admission.observe([event(f"served-{number}"), event(f"served-{number}", FinishReason.STOP)])
+    admission.forget("old")
+    assert admission.drain_rate == pytest.approx(100)
+    assert admission.margin == 1.0
+    return admission
+
+
+def test_what_would_be_too_late_is_refused_with_the_numbers():
+    admission = make_backlogged(Clock())
+    for number in range(19):
+        admission.admit(make_request(f"in-{number}", 10))
+    with pytest.raises(
+        QueueFull, match="later than the 2 s that this server holds itself to: 190 prompt tokens go before"
+    ) as caught:
+        admission.admit(make_request("late", 20))
+    assert caught.value.code == "too_late"
+    assert caught.value.retry_after == 1.0
+
+
+def test_batch_work_and_what_nothing_goes_before_are_let_in_whatever_the_forecast():
+    admission = make_backlogged(Clock())
+    admission.admit(*(make_request(f"big-{number}", 60) for number in range(5)))
+    with pytest.raises(QueueFull):
+        admission.admit(make_request("interactive"))
+    admission.admit(make_request("batch", priority=10))
+    admission.admit(make_request("urgent", 60, priority=-1))
+
+
+def test_a_forecast_that_was_not_kept_makes_the_next_ones_longer():
+    clock = Clock()
+    admission = make_backlogged(clock)
+    admission.admit(*(make_request(f"in-{number}", 10) for number in range(18)))
+    clock.now += 1.0
+    admission.observe([event("in-0")])
+    kept = admission.margin
+    assert kept < 1.0
+    clock.now += 2.0
+    admission.observe([event("in-1")])
+    assert admission.margin > 1.0 > kept
+
+
+def test_without_a_target_nothing_is_too_late():
+    admission = make_shared(max_queue_requests=1000, max_queue_tokens=10**6)
+    for number in range(500):
+        admission.admit(make_request(str(number), 60, tenant=str(number % 3)))
