@@ -5,6 +5,7 @@ Owns the shape of the KV pool and the abstract parameters and state of an engine
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import ModelConfig
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.pack import abstract_upload
-from jaxserve.device.sampler import empty_state
+from jaxserve.device.sampler import empty_state, sample
 from jaxserve.device.step import (
     POOL_AXES,
     SCALE_AXES,
@@ -78,17 +79,21 @@ def abstract_step(
     attention_impl: str,
     *,
     kv_dtype: np.dtype | None = None,
+    draw_impl: str = "xla",
 ) -> tuple[Any, tuple[Any, ...]]:
     """The jitted step of one bucket and its abstract arguments; the second of them, the state, is donated.
 
     Args:
         dtype: of weights and activations.
         kv_dtype: of the KV pools; `dtype` where None.
+        draw_impl: of sampling, as `choose_draw` has it.
     """
     kv_dtype = dtype if kv_dtype is None else kv_dtype
     params = abstract_params(FAMILIES[config.family].specs(config), mesh, dtype)
     state = abstract_state(config, limits, mesh, kv_dtype, attention_impl)
     upload = abstract_upload(bucket, limits, NamedSharding(mesh, PartitionSpec()))
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
-    step = jit_step(make_step(config, limits, bucket, attention_impl), mesh, specs, config.num_layers, kv_dtype)
+    choose = partial(sample, draw_impl=draw_impl)
+    step = make_step(config, limits, bucket, attention_impl, choose)
+    step = jit_step(step, mesh, specs, config.num_layers, kv_dtype)
     return step, (params, state, upload)

@@ -105,8 +105,8 @@ def scales_of_checkpoint(
         for part, values in enumerate(np.asarray(values, np.float32).reshape(-1) for values in pair):
             if values.size not in (1, config.num_kv_heads) or not (values > 0).all():
                 raise ConfigError(
-                    f"layer {layer}: {'kv'[part]}_scale of the checkpoint: expected 1 or {config.num_kv_heads} numbers above 0, "
-                    f"found {values.tolist()}; choose another kv_dtype than fp8"
+                    f"layer {layer}: {'kv'[part]}_scale of the checkpoint: expected 1 or {config.num_kv_heads} numbers above "
+                    f"0, found {values.tolist()}; choose another kv_dtype than fp8"
                 )
             padded[layer, : config.num_kv_heads, part] = values
     return jax.device_put(padded, NamedSharding(mesh, partition_spec(SCALE_AXES)))

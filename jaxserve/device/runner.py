@@ -26,7 +26,7 @@ from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
 from jaxserve.device.compiler import release_freed_memory, step_options, uses_onednn
 from jaxserve.device.pack import abstract_upload, pack
 from jaxserve.device.prepare import Preparation
-from jaxserve.device.sampler import Sampled
+from jaxserve.device.sampler import Sampled, choose_draw, sample
 from jaxserve.device.step import DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import TokenLogprobs
@@ -97,6 +97,9 @@ class DeviceRunner:
         self._buckets = enumerate_buckets(limits)
         self._steps: dict[Bucket, Any] = {}
         self._preparation = Preparation(self._state, limits, self._everywhere)
+        draw_impl, reason = choose_draw(mesh.devices.flat[0].platform, config.vocab_size)
+        logger.info("sampling: %s, since %s", draw_impl, reason)
+        self._choose = partial(sample, draw_impl=draw_impl)
         self._compiles_when_ready = 0
 
     @property
@@ -185,7 +188,7 @@ class DeviceRunner:
         return result
 
     def _compile(self, bucket: Bucket) -> Any:
-        return self._compile_step(make_step(self._config, self._limits, bucket, self.attention_impl), bucket)
+        return self._compile_step(make_step(self._config, self._limits, bucket, self.attention_impl, self._choose), bucket)
 
     def _compile_step(self, step: Callable[..., Any], bucket: Bucket) -> Any:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)

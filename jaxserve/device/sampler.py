@@ -57,12 +57,29 @@ def empty_state(num_slots: int, max_context: int, vocab_size: int) -> SlotState:
     )
 
 
-def sample(logits: Float[Array, "V R"], rows: SampleRows, state: SlotState) -> Sampled:
-    """Choose a token for each row; padding rows choose one that means nothing."""
+def choose_draw(platform: str, vocab_size: int) -> tuple[str, str]:
+    """Name of the implementation of `pallas_kernels.sample` for a platform, and the reason for it, in words for the log."""
+    if platform != "tpu":
+        return "xla", f"there is no kernel for platform {platform}"
+    from pallas_kernels.sample import tpu  # what other platforms need not import
+
+    try:
+        tpu.check(vocab_size)
+    except ValueError as error:
+        return "xla", str(error)
+    return "tpu", f"the Pallas kernel takes vocabularies of {vocab_size}"
+
+
+def sample(logits: Float[Array, "V R"], rows: SampleRows, state: SlotState, draw_impl: str = "xla") -> Sampled:
+    """Choose a token for each row; padding rows choose one that means nothing.
+
+    Args:
+        draw_impl: of `pallas_kernels.sample`, as `choose_draw` has it.
+    """
     penalised = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
     adjusts = penalised | (rows.has_bias > 0) | (rows.min_tokens > 0)
     special = jnp.any(adjusts | (rows.temperature > 0))
-    tokens = lax.cond(special, lambda: _special(logits.T, rows, state), lambda: first_argmax(logits))
+    tokens = lax.cond(special, lambda: _special(logits.T, rows, state, draw_impl), lambda: first_argmax(logits))
 
     wanted = jnp.any(rows.num_logprobs >= 0)
     num_rows = logits.shape[1]
@@ -87,12 +104,12 @@ def first_argmax(logits: Float[Array, "V R"]) -> Int[Array, " R"]:
     return (winner * block + jnp.argmax(inside, axis=1)).astype(jnp.int32)
 
 
-def _special(logits: Float[Array, "R V"], rows: SampleRows, state: SlotState) -> Int[Array, " R"]:
+def _special(logits: Float[Array, "R V"], rows: SampleRows, state: SlotState, draw_impl: str) -> Int[Array, " R"]:
     adjusted = adjust(logits, rows, state)
     greedy = first_argmax(adjusted.T)
     return lax.cond(
         jnp.any(rows.temperature > 0),
-        lambda: jnp.where(rows.temperature > 0, draw(adjusted, rows), greedy),
+        lambda: jnp.where(rows.temperature > 0, draw(adjusted, rows, draw_impl), greedy),
         lambda: greedy,
     )
 

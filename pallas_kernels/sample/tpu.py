@@ -43,11 +43,9 @@ def draw(
         ValueError: the rows do not fit the fast memory.
     """
     num_rows, vocab = logits.shape
-    padded = -(-vocab // CHUNK) * CHUNK
+    check(vocab)
+    padded = _padded(vocab)
     rows = min(ROWS, num_rows)
-    if 3 * ROWS * padded * 4 > VMEM_LIMIT:
-        most = VMEM_LIMIT // (12 * ROWS)
-        raise ValueError(f"the TPU kernel samples vocabularies up to {most}, found {vocab}; choose impl='xla'")
     logits = jnp.pad(logits.astype(jnp.float32), ((0, 0), (0, padded - vocab)), constant_values=-jnp.inf)
     column = pl.BlockSpec((rows, 1), lambda i: (i, 0))
     out = pl.pallas_call(
@@ -64,6 +62,17 @@ def draw(
         name="sample",
     )(logits, *[x[:, None] for x in (temperature, min_p, top_k, top_p, uniform)])
     return out[:, 0]
+
+
+def check(vocab: int) -> None:
+    """Raise ValueError unless the kernel takes rows of so many logits."""
+    if 3 * ROWS * _padded(vocab) * 4 > VMEM_LIMIT:
+        most = VMEM_LIMIT // (12 * ROWS)
+        raise ValueError(f"the TPU kernel samples vocabularies up to {most}, found {vocab}; choose impl='xla'")
+
+
+def _padded(vocab: int) -> int:
+    return -(-vocab // CHUNK) * CHUNK
 
 
 def _kernel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, softmax
 
 from jaxserve.device.pack import MAX_FORBIDDEN, SampleRows
-from jaxserve.device.sampler import Sampled, SlotState, adjust, draw, first_argmax, sample
+from jaxserve.device.sampler import Sampled, SlotState, adjust, choose_draw, draw, first_argmax, sample
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from pallas_kernels.sample.xla import keep_top_k, keep_top_p
 from tests.cached import CACHED
+from tests.kernels.ladder.interpret import DMA_MODES, run_interpreted
 
 pytestmark = CACHED
 
@@ -54,7 +56,7 @@ def random_logits(seed: int, num_rows: int, vocab: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 2, (num_rows, vocab)).astype(np.float32)
 
 
-_sample = jax.jit(sample)
+_sample = jax.jit(sample, static_argnames="draw_impl")
 _draw = jax.jit(draw)
 
 
@@ -327,3 +329,44 @@ def test_nothing_is_spent_on_logprobs_that_nobody_asked_for() -> None:
     sampled = choose(random_logits(3, 5, 97), make_rows(5), make_state(97))
     assert not sampled.logprob.any()
     assert not sampled.top_logprobs.any()
+
+
+# --- implementations of the draw --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("platform", "vocab", "impl", "word"),
+    [
+        ("cpu", 49_152, "xla", "platform cpu"),
+        ("gpu", 49_152, "xla", "platform gpu"),
+        ("tpu", 262_144, "tpu", "262144"),
+        ("tpu", 2**20, "xla", "up to"),
+    ],
+)
+def test_the_draw_is_chosen_by_platform(platform: str, vocab: int, impl: str, word: str) -> None:
+    chosen, reason = choose_draw(platform, vocab)
+    assert chosen == impl
+    assert word in reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dma_mode", DMA_MODES)
+def test_the_tpu_kernel_chooses_the_same_tokens(dma_mode: str) -> None:
+    """Through `sample`, on rows that mix greedy ones, filters, bans and biases. Uniform numbers lie off the sums' rounding."""
+    num_rows, vocab = 11, 3000
+    rng = np.random.default_rng(4)
+    forbidden = np.full((num_rows, MAX_FORBIDDEN), vocab)
+    forbidden[::2, 0] = 17
+    rows = make_rows(
+        num_rows, slot=rng.integers(0, NUM_SLOTS, num_rows), uniform=(rng.integers(0, 99, num_rows) + 0.5) / 99,
+        temperature=[0, 0.7, 1, 0, 1.5, 1, 0.3, 1, 1, 0, 2], top_k=[0, 0, 40, 5, 0, 3, 0, 1000, 1, 0, 0],
+        top_p=[1, 0.9, 1, 1, 0.5, 0.95, 1, 1, 1, 1, 1], min_p=[0, 0, 0, 0, 0.1, 0, 0.2, 0, 0, 0, 0],
+        min_tokens=4, has_bias=rng.integers(0, 2, num_rows), presence_penalty=rng.choice([0, 1.5], num_rows), num_logprobs=2,
+        forbidden=forbidden,
+    )  # fmt: skip
+    logits = jnp.asarray(random_logits(9, vocab, num_rows))
+    state = make_state(vocab, rng.integers(0, vocab, (NUM_SLOTS, CONTEXT)), {1: {5: 9.0}, 3: {17: 50.0, 40: 3.0}})
+    expected = _sample(logits, rows, state)
+    assert len(np.unique(expected.tokens)) > num_rows // 2
+    found = run_interpreted(jax.jit(partial(sample, draw_impl="tpu")), logits, rows, state, dma_mode=dma_mode)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxserve.config import ModelConfig, RopeScaling
 from jaxserve.device.abstract import abstract_step
 from jaxserve.device.buckets import Bucket
+from jaxserve.device.sampler import choose_draw
 from jaxserve.models.sharding import TENSOR
 from jaxserve.plan import RunnerLimits
 from pallas_kernels.programs import Program
@@ -40,8 +41,10 @@ def engine_step(
     max_seqs: int = 64,
     chunk_tokens: int = 512,
     max_context: int = 8192,
+    kv_dtype: str = "bfloat16",
 ) -> Program:
-    """The whole step of a model, with room for `max_seqs` decodes and, where there are any, `chunk_tokens` more."""
+    """The whole step of a model, with room for `max_seqs` decodes and, where there are any, `chunk_tokens` more; sampling as
+    the devices get it."""
     config = MODELS[model]
     limits = RunnerLimits(
         num_pages=num_pages,
@@ -53,4 +56,13 @@ def engine_step(
     )
     bucket = Bucket(chunk_tokens, chunk_tokens // 16, max_seqs)
     mesh = Mesh(np.array(devices), (TENSOR,))
-    return abstract_step(config, limits, bucket, mesh, np.dtype(jnp.bfloat16), impl)
+    return abstract_step(
+        config,
+        limits,
+        bucket,
+        mesh,
+        np.dtype(jnp.bfloat16),
+        impl,
+        kv_dtype=np.dtype(jnp.dtype(kv_dtype)),
+        draw_impl=choose_draw(devices[0].platform, config.vocab_size)[0],
+    )
