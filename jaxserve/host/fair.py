@@ -43,7 +43,6 @@ class _Tenant:
     name: str
     rank: int
     start: float
-    weight: float = 1.0
     listed: bool = False
     waiting: SequenceHeap = field(default_factory=lambda: SequenceHeap(deadline_order))
 
@@ -70,9 +69,8 @@ class FairQueue:
         return (seq for tenant in self._tenants.values() for seq in tenant.waiting)
 
     def push(self, seq: Sequence) -> None:
-        """Add a sequence. Its request's weight is its tenant's from now on."""
+        """Add a sequence."""
         tenant = self._tenant(seq.request.tenant)
-        tenant.weight = seq.request.weight
         tenant.waiting.push(seq)
         self._num_waiting += 1
         if not tenant.listed:
@@ -99,7 +97,7 @@ class FairQueue:
         self._num_waiting -= 1
 
     def charge(self, seq: Sequence, num_tokens: int) -> None:
-        """Count `num_tokens` of service to the tenant of `seq`, which was popped earlier."""
+        """Count `num_tokens` of service, at the request's weight, to the tenant of `seq`, which was popped earlier."""
         tenant = self._tenant(seq.request.tenant)
         tenant.start += num_tokens / seq.request.weight
 
