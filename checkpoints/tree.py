@@ -94,6 +94,11 @@ def load_tree(
     return jax.tree.unflatten(treedef, arrays)
 
 
+def check_tree(checkpoint: Checkpoint, abstract_tree: Any, mapping: Any, *, ignore: Sequence[str] = ()) -> None:
+    """Raise what `load_tree` would before it loads anything; reads no data."""
+    _check(checkpoint, _leaves(abstract_tree, mapping)[0], ignore)
+
+
 def _leaves(abstract_tree: Any, mapping: Any) -> tuple[list[_Leaf], Any]:
     targets, _ = jax.tree_util.tree_flatten_with_path(abstract_tree)
     treedef: Any = jax.tree.structure(abstract_tree)

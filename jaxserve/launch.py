@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
+import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +23,19 @@ from jax.sharding import Mesh
 
 from checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoints.sources import cache_dir, resolve
-from checkpoints.tree import TensorSource, load_tree
+from checkpoints.tree import TensorSource, check_tree, load_tree
 from jaxserve.config import EngineConfig, ModelConfig, ServeConfig, model_config_from_hf
 from jaxserve.device.buckets import choose_bucket
 from jaxserve.device.compile_counter import num_compiles
 from jaxserve.device.kv_scales import measure_scales, scales_of_checkpoint
-from jaxserve.device.runner import DeviceRunner, page_bytes
+from jaxserve.device.runner import DeviceRunner, Weights, page_bytes
 from jaxserve.device.step import has_scales
 from jaxserve.engine.calibration import build_pacer
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.pinning import pin_prefix
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to
@@ -63,7 +67,9 @@ class Engine:
 
     @property
     def limits(self) -> RunnerLimits:
-        return self.runner.limits
+        """What requests can have: all but the pinned pages."""
+        limits = self.runner.limits
+        return replace(limits, num_pages=limits.num_pages - self.core.stats().pinned_pages)
 
     def close(self) -> None:
         """Nothing is held beyond memory, which goes with the last reference."""
@@ -87,17 +93,21 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
     _limit_malloc_arenas()
     _enable_compile_cache(config.engine)
     try:
-        with open_checkpoint(resolve(config.model, models_dir())) as checkpoint:
+        with open_checkpoint(resolve(config.model, models_dir())) as checkpoint, _no_garbage_collection():
             model_config = model_config_from_hf(checkpoint.config, where=str(checkpoint.path))
             tokenizer = _tokenizer(checkpoint)
             mesh = make_mesh(config.engine.tensor_parallel)
             dtype = _dtype(config.engine)
-            params = load_params(checkpoint, model_config, mesh, dtype, lambda done, total: report("load", done, total))
-            own_scales = read_kv_scales(checkpoint, model_config, mesh)
+            runner = build_runner(config.engine, model_config, mesh, dtype)
+            check_params(checkpoint, model_config, mesh, dtype)
+
+            def load() -> Weights:
+                params = load_params(checkpoint, model_config, mesh, dtype, partial(report, "load"))
+                return Weights(params, _kv_scales(config.engine, checkpoint, model_config, params, mesh, dtype))
+
+            runner.warm_up(load, partial(report, "compile"))
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
-    runner = build_runner(config.engine, model_config, params, mesh, dtype, own_scales)
-    runner.warm_up(lambda done, total: report("compile", done, total))
     pacer = build_pacer(config.engine, runner, runner.buckets, partial(choose_bucket, runner.buckets))
     scheduler = Scheduler(
         runner.limits,
@@ -105,8 +115,11 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
         eos_token_ids=model_config.eos_token_ids,
         seed=None,
         pacer=pacer,
+        prefixes=PrefixTree(runner.limits.page_size) if config.engine.prefix_cache else None,
     )
     core = EngineCore(scheduler, runner, overlap=config.engine.overlap, on_step=pacer.observe if pacer else None)
+    if config.engine.pin_prefix:
+        pin_prefix(core, tokenizer, Path(config.engine.pin_prefix))
     name = config.http.served_model_name or Path(config.model.removeprefix("hf:")).name
     return Engine(core=core, tokenizer=tokenizer, runner=runner, model_name=name, model_config=model_config)
 
@@ -147,26 +160,15 @@ def _log_progress() -> Progress:
     return progress
 
 
-def build_runner(
-    engine: EngineConfig,
-    model_config: ModelConfig,
-    params: Any,
-    mesh: Mesh,
-    dtype: np.dtype,
-    own_scales: jax.Array | None = None,
-) -> DeviceRunner:
-    """A runner, not yet warm, with its pool sized from `engine`.
-
-    Args:
-        own_scales: the checkpoint's, for KV in float8.
-    """
+def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> DeviceRunner:
+    """A runner, not yet warm, with its pool sized from `engine`."""
     max_context = engine.max_context or min(model_config.max_position, DEFAULT_MAX_CONTEXT)
     if max_context > model_config.max_position:
         raise ConfigError(f"max_context is {max_context} but the model's positions end at {model_config.max_position}")
     kv_dtype = _kv_dtype(engine, dtype)
     attention_impl, reason = _choose_attention(engine, model_config, mesh, dtype, kv_dtype)
     limits = RunnerLimits(
-        num_pages=_num_pages(engine, model_config, max_context, mesh, kv_dtype, attention_impl),
+        num_pages=_num_pages(engine, model_config, max_context, mesh, dtype, kv_dtype, attention_impl),
         page_size=engine.page_size,
         max_seqs=engine.max_seqs,
         max_step_tokens=engine.max_step_tokens,
@@ -174,14 +176,19 @@ def build_runner(
         vocab_size=model_config.vocab_size,
     )
     logger.info("attention: %s, since %s; mesh: %s; %s", attention_impl, reason, dict(mesh.shape), limits)
-    runner = DeviceRunner(model_config, params, mesh, limits, kv_dtype, attention_impl)
-    if has_scales(kv_dtype):
-        own = own_scales if engine.kv_dtype == "fp8" else None
-        logger.info(
-            "KV in %s, its scales %s", kv_dtype.name, "measured on random tokens" if own is None else "the checkpoint's"
-        )
-        runner.set_kv_scales(measure_scales(model_config, params, mesh, dtype, kv_dtype) if own is None else own)
-    return runner
+    return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl)
+
+
+def _kv_scales(
+    engine: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig, params: Any, mesh: Mesh, dtype: np.dtype
+) -> jax.Array | None:
+    """The checkpoint's own scales for KV in float8 if it has them, else measured ones; None unless KV is in eight bits."""
+    kv_dtype = _kv_dtype(engine, dtype)
+    if not has_scales(kv_dtype):
+        return None
+    own = read_kv_scales(checkpoint, model_config, mesh) if engine.kv_dtype == "fp8" else None
+    logger.info("KV in %s, its scales %s", kv_dtype.name, "measured on random tokens" if own is None else "the checkpoint's")
+    return measure_scales(model_config, params, mesh, dtype, kv_dtype) if own is None else own
 
 
 def _choose_attention(
@@ -204,6 +211,12 @@ def _choose_attention(
         raise ConfigError(str(error)) from error
 
 
+def check_params(checkpoint: Checkpoint, model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> None:
+    """Raise one `CheckpointError` that lists every tensor that does not fit; reads no data, so it is quick."""
+    abstract, mapping, ignored = _params_wanted(model_config, mesh, dtype)
+    check_tree(checkpoint, abstract, mapping, ignore=ignored)
+
+
 def load_params(
     checkpoint: Checkpoint,
     model_config: ModelConfig,
@@ -212,6 +225,12 @@ def load_params(
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """Stream a checkpoint onto the mesh as the family's parameters."""
+    abstract, mapping, ignored = _params_wanted(model_config, mesh, dtype)
+    return load_tree(checkpoint, abstract, mapping, ignore=ignored, progress=progress)
+
+
+def _params_wanted(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> tuple[Any, Any, tuple[str, ...]]:
+    """The abstract parameters, where each comes from, and patterns of tensors that nobody needs."""
     family = FAMILIES[model_config.family]
     specs = family.specs(model_config)
 
@@ -225,8 +244,7 @@ def load_params(
         return TensorSource(names, lambda tensors: pad_to(build(tensors), padded), shapes)
 
     ignored = family.ignored_tensors + (("lm_head.weight",) if model_config.tie_embeddings else ())
-    abstract = abstract_params(specs, mesh, dtype)
-    return load_tree(checkpoint, abstract, map_specs(source, specs), ignore=ignored, progress=progress)
+    return abstract_params(specs, mesh, dtype), map_specs(source, specs), ignored
 
 
 def read_kv_scales(checkpoint: Checkpoint, model_config: ModelConfig, mesh: Mesh) -> jax.Array | None:
@@ -263,27 +281,52 @@ def _kv_dtype(engine: EngineConfig, dtype: np.dtype) -> np.dtype:
 
 
 def _num_pages(
-    engine: EngineConfig, model_config: ModelConfig, max_context: int, mesh: Mesh, kv_dtype: np.dtype, attention_impl: str
+    engine: EngineConfig,
+    model_config: ModelConfig,
+    max_context: int,
+    mesh: Mesh,
+    dtype: np.dtype,
+    kv_dtype: np.dtype,
+    attention_impl: str,
 ) -> int:
     """Pages of the pool: as configured, else what the memory allows and the sequences can use."""
     if engine.num_pages:
         return engine.num_pages
     usable = engine.max_seqs * -(-max_context // engine.page_size)
-    memory = engine.kv_memory or _free_kv_bytes(mesh)
+    memory = engine.kv_memory or _free_kv_bytes(mesh, _weight_bytes(model_config, mesh, dtype))
     pages = min(usable, memory // page_bytes(model_config, engine.page_size, mesh, kv_dtype, attention_impl))
     if pages * engine.page_size < 2 * engine.page_size:
         raise ConfigError(f"{memory} bytes hold {pages} KV pages, which is too few; raise kv_memory or lower page_size")
     return pages
 
 
-def _free_kv_bytes(mesh: Mesh) -> int:
-    """Bytes for KV that may be taken unasked: half of what the devices have free."""
+def _weight_bytes(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> int:
+    """Bytes that the parameters take of each device."""
+    abstract = abstract_params(FAMILIES[model_config.family].specs(model_config), mesh, dtype)
+    shards = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(abstract)]
+    return sum(shards) * dtype.itemsize
+
+
+def _free_kv_bytes(mesh: Mesh, weight_bytes: int) -> int:
+    """Bytes for KV that may be taken unasked: half of what the devices have free once each has its `weight_bytes`."""
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(free // 2, DEFAULT_CPU_KV_BYTES)
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weight_bytes * mesh.size
+        return max(0, min(free // 2, DEFAULT_CPU_KV_BYTES))
     stats = device.memory_stats()
-    return (stats["bytes_limit"] - stats["bytes_in_use"]) // 2 * mesh.size
+    return max(0, (stats["bytes_limit"] - stats["bytes_in_use"] - weight_bytes) // 2 * mesh.size)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tracing makes millions of objects and no garbage to speak of: looking for it takes a fifth of tracing's time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _limit_malloc_arenas() -> None:

@@ -12,13 +12,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from checkpoints.checkpoint import open_checkpoint
 from jaxserve.config import EngineConfig, ModelConfig, model_config_from_hf
 from jaxserve.device.buckets import Bucket
-from jaxserve.device.runner import DeviceRunner
+from jaxserve.device.kv_scales import measure_scales
+from jaxserve.device.runner import DeviceRunner, Weights
 from jaxserve.engine.core import EngineCore, EngineStats
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
@@ -55,9 +58,16 @@ def tiny_runner(engine: EngineConfig, model: ModelConfig = TINY_MODEL, *, seed: 
     mesh = make_mesh(engine.tensor_parallel)
     dtype = np.dtype(jnp.dtype(engine.dtype))
     params = random_params(map_specs(_spread, FAMILIES[model.family].specs(model)), mesh, dtype, seed)
-    runner = build_runner(engine, model, params, mesh, dtype)
-    runner.warm_up()
+    runner = build_runner(engine, model, mesh, dtype)
+    runner.warm_up(lambda: Weights(params, _kv_scales(engine, model, params, mesh, dtype)))
     return runner
+
+
+def _kv_scales(engine: EngineConfig, model: ModelConfig, params: Any, mesh: Mesh, dtype: np.dtype) -> jax.Array | None:
+    kv_dtypes = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+    if engine.kv_dtype not in kv_dtypes:
+        return None
+    return measure_scales(model, params, mesh, dtype, np.dtype(kv_dtypes[engine.kv_dtype]))
 
 
 def checkpoint_runner(path: Path, engine: EngineConfig, buckets: tuple[Bucket, ...]) -> DeviceRunner:
@@ -67,9 +77,9 @@ def checkpoint_runner(path: Path, engine: EngineConfig, buckets: tuple[Bucket, .
     with open_checkpoint(path) as checkpoint:
         model = model_config_from_hf(checkpoint.config)
         params = load_params(checkpoint, model, mesh, dtype)
-    runner = build_runner(engine, model, params, mesh, dtype)
+    runner = build_runner(engine, model, mesh, dtype)
     runner._buckets = buckets
-    runner.warm_up()
+    runner.warm_up(lambda: Weights(params))
     return runner
 
 

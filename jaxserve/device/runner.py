@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,13 +21,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ModelConfig
 from jaxserve.device import compile_counter
-from jaxserve.device.abstract import initial_state, pool_shape
+from jaxserve.device.abstract import abstract_state, initial_state, pool_shape
 from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
 from jaxserve.device.compiler import release_freed_memory, step_options, uses_onednn
 from jaxserve.device.pack import abstract_upload, pack
 from jaxserve.device.prepare import Preparation
 from jaxserve.device.sampler import Sampled, choose_draw, sample
 from jaxserve.device.step import DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
+from jaxserve.models.families import FAMILIES
+from jaxserve.models.params import abstract_params
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import TokenLogprobs
 
@@ -74,29 +76,53 @@ class DeviceStep:
         return (TokenLogprobs(float(floats[1]), tuple(zip(ids, top, strict=True))),)
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a runner needs of a checkpoint, on its mesh.
+
+    Attributes:
+        params: as `DeviceRunner.abstract_params` describes them.
+        kv_scales: for pools in eight bits, as `kv_scales` makes them; else None.
+    """
+
+    params: Any
+    kv_scales: jax.Array | None = None
+
+
 class DeviceRunner:
     """Runs plans on a mesh. One thread drives it; `warm_up` must have returned first.
 
     Args:
-        params: as `models.params.abstract_params` describes them, on the mesh.
-        kv_dtype: of the KV pools. Those in eight bits need `set_kv_scales` before the first step that means anything.
+        dtype: of parameters and activations.
+        kv_dtype: of the KV pools.
+
+    Attributes:
+        abstract_params: the tree of `jax.ShapeDtypeStruct` with shardings that the parameters are to be.
     """
 
     def __init__(
-        self, config: ModelConfig, params: Any, mesh: Mesh, limits: RunnerLimits, kv_dtype: np.dtype, attention_impl: str
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        limits: RunnerLimits,
+        dtype: np.dtype,
+        kv_dtype: np.dtype,
+        attention_impl: str,
     ) -> None:
         compile_counter.start_counting()
         self._config = config
-        self._params = params
         self._mesh = mesh
         self._limits = limits
         self.attention_impl = attention_impl
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._kv_dtype = kv_dtype
-        self._state = self._empty_state()
+        self.abstract_params = abstract_params(FAMILIES[config.family].specs(config), mesh, dtype)
+        self._abstract_state = abstract_state(config, limits, mesh, kv_dtype, attention_impl)
+        self._params: Any = None
+        self._state: DeviceState
         self._buckets = enumerate_buckets(limits)
         self._steps: dict[Bucket, Any] = {}
-        self._preparation = Preparation(self._state, limits, self._everywhere)
+        self._preparation = Preparation(self._abstract_state, limits, self._everywhere)
         draw_impl, reason = choose_draw(mesh.devices.flat[0].platform, config.vocab_size)
         logger.info("sampling: %s, since %s", draw_impl, reason)
         self._choose = partial(sample, draw_impl=draw_impl)
@@ -114,24 +140,22 @@ class DeviceRunner:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all KV pools over all devices."""
-        return sum(pool.nbytes for pool in self._state.pools)
+        return sum(math.prod(pool.shape) * pool.dtype.itemsize for pool in self._abstract_state.pools)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters over all devices."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract_params))
 
     @property
     def compiles_since_ready(self) -> int:
         """Programs compiled after `warm_up` returned, by this process: more than 0 is a bug."""
         return compile_counter.num_compiles() - self._compiles_when_ready
 
-    def set_kv_scales(self, scales: jax.Array) -> None:
-        """Have pools in eight bits hold K and V divided by `scales`, which `kv_scales` makes; for before the first step."""
-        self._state = dataclasses.replace(self._state, kv_scales=scales)
+    def warm_up(self, load: Callable[[], Weights], progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile every bucket, some at a time, while `load` brings the weights; run the small ones to fault in what is lazy.
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile every bucket, some at a time, and run the small ones to fault in what is lazy.
+        The pools come when all is compiled, so that what compiling takes for a while is not on top of them.
 
         Args:
             progress: called with programs done and in all.
@@ -141,14 +165,17 @@ class DeviceRunner:
         order = sorted(self._buckets, key=lambda b: (uses_onednn(b), b.chunk_tokens > 0 and b.num_single > 0), reverse=True)
         pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
         try:
-            for done, (bucket, step) in enumerate(zip(order, pool.map(self._compile, order), strict=True), start=1):
-                self._steps[bucket] = step
+            compiling = {pool.submit(self._compile, bucket): bucket for bucket in order}
+            weights = load()
+            for done, future in enumerate(as_completed(compiling), start=1):
+                self._steps[compiling[future]] = future.result()
                 release_freed_memory()
                 if progress is not None:
                     progress(done, len(order))
         finally:
             # Whoever interrupts this does not want to wait for what has not begun.
             pool.shutdown(wait=False, cancel_futures=True)
+        self._params, self._state = weights.params, self._empty_state(weights.kv_scales)
         for bucket in self._buckets:
             if bucket.num_tokens <= WARM_UP_TOKENS:
                 packed, _ = pack(StepPlan(-1, ()), bucket, self._limits)
@@ -191,16 +218,12 @@ class DeviceRunner:
         return self._compile_step(make_step(self._config, self._limits, bucket, self.attention_impl, self._choose), bucket)
 
     def _compile_step(self, step: Callable[..., Any], bucket: Bucket) -> Any:
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._params)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_params)
         jitted = jit_step(step, self._mesh, specs, self._config.num_layers, self._kv_dtype)
         upload = abstract_upload(bucket, self._limits, self._everywhere)
-        lowered = jitted.lower(_abstract(self._params), _abstract(self._state), upload)
-        return lowered.compile(compiler_options=step_options(bucket))
+        return jitted.lower(self.abstract_params, self._abstract_state, upload).compile(compiler_options=step_options(bucket))
 
-    def _empty_state(self) -> DeviceState:
+    def _empty_state(self, kv_scales: jax.Array | None) -> DeviceState:
         make = partial(initial_state, self._config, self._limits, self._mesh, self._kv_dtype, self.attention_impl)
-        return jax.jit(make, out_shardings=state_shardings(self._mesh, self._config.num_layers, self._kv_dtype))()
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
+        state = jax.jit(make, out_shardings=state_shardings(self._mesh, self._config.num_layers, self._kv_dtype))()
+        return state if kv_scales is None else dataclasses.replace(state, kv_scales=kv_scales)

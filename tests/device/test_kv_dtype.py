@@ -173,7 +173,7 @@ def test_the_same_memory_holds_more_pages(kv_dtype: str, times: int) -> None:
     mesh = make_mesh(1)
     page = page_bytes(TINY_MODEL, ENGINE.page_size, mesh, FLOAT32)
     engine = dataclasses.replace(ENGINE, kv_dtype=kv_dtype, num_pages=0, kv_memory=100 * page)
-    runner = build_runner(engine, TINY_MODEL, tiny_params(), mesh, FLOAT32)
+    runner = build_runner(engine, TINY_MODEL, mesh, FLOAT32)
     assert runner.limits.num_pages == 100 * times
     assert runner.kv_bytes == 100 * page
 
