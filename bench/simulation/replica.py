@@ -158,6 +158,11 @@ class Replica:
                 finished += self._deliver()
         return finished
 
+    def turn(self) -> list[str]:
+        """Run one step, and let everybody know of it at once; the requests that finished."""
+        self._pending = self.core.step()
+        return self._deliver()
+
     def _deliver(self) -> list[str]:
         """Let everybody know of the last step's events, whose time has come."""
         events, self._pending = self._pending, []
@@ -196,6 +201,6 @@ def run_closed(setting: Setting, arrivals: Sequence[Arrival], record: Record, co
     for _ in range(concurrency):
         offer_next()
     while replica.core.has_work:
-        for _ in replica.advance(math.nextafter(replica.clock.now, math.inf)):
+        for _ in replica.turn():
             offer_next()
     return replica
