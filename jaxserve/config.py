@@ -158,6 +158,10 @@ class HttpConfig:
         for name in ("max_queue_tokens", "max_output_tokens", "request_timeout", "slo_ttft_ms"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, found {getattr(self, name)}")
+        if 0 < self.max_output_tokens < 16:
+            raise ConfigError(
+                f"max_output_tokens must be 0 or at least 16, what a completion has by default, found {self.max_output_tokens}"
+            )
         if self.max_queue_requests < 1:
             raise ConfigError(f"max_queue_requests must be at least 1, found {self.max_queue_requests}")
 
