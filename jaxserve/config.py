@@ -74,6 +74,8 @@ class EngineConfig:
         tensor_parallel: devices that share each layer.
         attention: "auto" takes the fastest implementation that is proven on the platform; "xla", "tpu", "gpu" or "reference"
             ask for one.
+        prefix_cache: keep the KV pages of prefixes that were computed, for requests that begin the same.
+        pin_prefix: file with the text of a system prompt whose pages are computed at start-up and never given up; "" for none.
         overlap: dispatch step n+1 before the tokens of step n are read.
         slo_itl_ms: milliseconds between two tokens of a sequence: prompts are cut into chunks that keep it for sequences
             that decode meanwhile; 0 for no target.
@@ -92,6 +94,8 @@ class EngineConfig:
     kv_memory: int = 0
     tensor_parallel: int = 1
     attention: str = "auto"
+    prefix_cache: bool = True
+    pin_prefix: str = ""
     overlap: bool = True
     slo_itl_ms: float = 0.0
     step_cost: str = ""
@@ -110,6 +114,8 @@ class EngineConfig:
         for name in ("max_context", "num_pages", "kv_memory", "slo_itl_ms"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, found {getattr(self, name)}")
+        if self.pin_prefix and not self.prefix_cache:
+            raise ConfigError(f"pin_prefix ({self.pin_prefix}) needs prefix_cache, which is off")
         if self.max_step_tokens < self.max_seqs:
             raise ConfigError(
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_seqs ({self.max_seqs}), "
@@ -136,6 +142,7 @@ class HttpConfig:
             no target. Batch requests are exempt.
         api_key: what clients must send as a bearer token; "" serves anyone.
         api_keys_file: TOML file of API keys with labels, weights and priorities; see the README.
+        admin_key: bearer token for `DELETE /v1/cache`, beside API keys with admin = true; "" for none.
         drain_seconds: how long running requests may go on after SIGTERM.
         stall_seconds: how long a client may read nothing of a stream before it is dropped.
     """
@@ -150,6 +157,7 @@ class HttpConfig:
     slo_ttft_ms: float = 0.0
     api_key: str = field(default="", repr=False)
     api_keys_file: str = ""
+    admin_key: str = field(default="", repr=False)
     max_body_bytes: int = 16 * 1024 * 1024
     drain_seconds: float = 30.0
     stall_seconds: float = 60.0

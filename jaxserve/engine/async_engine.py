@@ -14,6 +14,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -37,6 +38,7 @@ class Core(Protocol):
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> TokenEvent | None: ...
     def step(self) -> list[TokenEvent]: ...
+    def drop_cache(self) -> int: ...
     def stats(self) -> EngineStats: ...
 
 
@@ -191,6 +193,19 @@ class AsyncEngine:
                 for event in events:
                     yield event
 
+    async def drop_cache(self) -> int:
+        """Forget every prefix that no running request uses and that is not pinned; the pages that held one.
+
+        Raises:
+            NotReady: closed.
+            EngineError: the engine is dead, or dies first.
+        """
+        if self.failure is not None:
+            raise EngineError(f"the engine is dead: {self.failure!r}")
+        if self._closed or self._loop is None:
+            raise NotReady("the engine does not run")
+        return await asyncio.wrap_future(self._worker.drop_cache())
+
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, wait up to `seconds` for those that run, and abort the rest, whose streams raise NotReady."""
         self._admission.drain()
@@ -287,8 +302,10 @@ class _Worker:
         self._end = end
         self._changed = threading.Condition()
         self._inbox: list[tuple[tuple[Request, ...], list[str]]] = []
+        self._drops: list[Future[int]] = []
         self._num_sent = 0
         self._stopping = False
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self.stats = core.stats()
 
@@ -305,6 +322,17 @@ class _Worker:
             self._num_sent += 1
             self._changed.notify()
             return self._num_sent
+
+    def drop_cache(self) -> Future[int]:
+        """Have the thread drop the cache before its next step."""
+        done: Future[int] = Future()
+        with self._changed:
+            if self._ended:
+                done.set_exception(EngineError("the engine has ended"))
+                return done
+            self._drops.append(done)
+            self._changed.notify()
+        return done
 
     def stop(self) -> None:
         with self._changed:
@@ -323,6 +351,10 @@ class _Worker:
             failure = EngineError(f"{type(error).__name__}: {error}")
             raise
         finally:
+            with self._changed:
+                self._ended = True
+            for done in self._drops:
+                done.set_exception(EngineError("the engine ended first"))
             # The loop may be gone, if its owner did not close the engine; then there is nobody to tell.
             with contextlib.suppress(RuntimeError):
                 self._end(failure)
@@ -331,11 +363,15 @@ class _Worker:
         """Commands, then one step; whether to go on."""
         core = self._core
         with self._changed:
-            while not (self._inbox or self._stopping or core.has_work):
+            while not (self._inbox or self._drops or self._stopping or core.has_work):
                 self._changed.wait()
             inbox, self._inbox = self._inbox, []
+            drops, self._drops = self._drops, []
             num_commands, stopping = self._num_sent, self._stopping
         refusals = self._apply(inbox)
+        for done in drops:
+            if done.set_running_or_notify_cancel():
+                done.set_result(core.drop_cache())
         if stopping and not core.has_work:
             self.stats = core.stats()
             return False

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from jaxserve.errors import EngineError
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.plan import Runner, StepHandle, StepPlan
-from jaxserve.request import Request, TokenEvent
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ class EngineStats:
         exposed_host_seconds: host time during which the device had nothing to do. An upper bound: where a result was
             ready before we asked for it, all host time since the last one counts.
         wait_seconds: time spent waiting for results.
+        num_prefix_asked_tokens, num_prefix_hit_tokens: prompt tokens of sequences that ran, and how many of them were cached.
+        num_evicted_pages: pages that lost their prefix to make room.
+        free_pages: pages that can be had, those that hold a prefix nobody uses among them.
+        cached_pages: those of the free ones.
+        pinned_pages: pages kept for `--pin-prefix`.
     """
 
     num_steps: int
@@ -51,6 +56,11 @@ class EngineStats:
     waiting: int
     free_pages: int
     total_pages: int
+    num_prefix_asked_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_evicted_pages: int = 0
+    cached_pages: int = 0
+    pinned_pages: int = 0
 
 
 class EngineCore:
@@ -183,9 +193,27 @@ class EngineCore:
             logger.critical("%d steps failed in a row; the engine takes no more requests", self._failures_in_a_row)
         return events
 
+    def pin(self, tokens: tuple[int, ...]) -> int:
+        """Compute a prefix, and keep its full pages from now on; how many those are. For before the first request.
+
+        Raises:
+            ConfigError: it is too long for that.
+            EngineError: it could not be computed.
+        """
+        num_pages = self._scheduler.pin(tokens)
+        self.add(Request(request_id="pin-prefix", prompt=tokens, params=SamplingParams(temperature=0.0, max_tokens=1)))
+        while self.has_work:
+            if any(event.finish_reason is FinishReason.ERROR for event in self.step()):
+                raise EngineError(f"a prefix of {len(tokens)} tokens could not be computed: {self.last_error!r}")
+        return num_pages
+
+    def drop_cache(self) -> int:
+        """Forget every prefix that no running request uses and that is not pinned; the pages that held one."""
+        return self._scheduler.memory.drop_idle()
+
     def stats(self) -> EngineStats:
         """A snapshot. Cheap and only reads: from another thread, some figures may be those before a step, others after."""
-        scheduler = self._scheduler
+        scheduler, memory = self._scheduler, self._scheduler.memory
         return EngineStats(
             num_steps=self._num_steps,
             num_tokens=self._num_tokens,
@@ -198,4 +226,9 @@ class EngineCore:
             waiting=scheduler.num_waiting,
             free_pages=scheduler.num_free_pages,
             total_pages=self._runner.limits.num_pages,
+            num_prefix_asked_tokens=memory.num_asked_tokens,
+            num_prefix_hit_tokens=memory.num_hit_tokens,
+            num_evicted_pages=memory.num_evicted,
+            cached_pages=memory.num_cached,
+            pinned_pages=memory.num_pinned,
         )

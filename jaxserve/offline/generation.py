@@ -41,6 +41,7 @@ class Completion:
         logprobs: one entry a token id if the request asked, else empty.
         shown: tokens of the text with their log probabilities and places in it if the request asked, else empty.
         num_prompt: prompt tokens.
+        num_cached: those of them that were cached and not computed, which depends on what else ran.
     """
 
     text: str
@@ -49,6 +50,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...]
     shown: tuple[ShownToken, ...]
     num_prompt: int
+    num_cached: int = 0
 
 
 class Generation:
@@ -113,7 +115,7 @@ class Generation:
             return None
         if event.finish_reason is None:
             self._core.abort(event.request_id)
-        return live.complete(event.num_prompt)
+        return live.complete(event.num_prompt, event.num_cached)
 
 
 @dataclass(slots=True)
@@ -131,7 +133,7 @@ class _Live:
         self.token_ids.extend(event.tokens)
         self.logprobs.extend(event.logprobs)
 
-    def complete(self, num_prompt: int) -> Completion:
+    def complete(self, num_prompt: int, num_cached: int) -> Completion:
         assert self.output.finish_reason is not None
         num_tokens = self.output.num_tokens
         return Completion(
@@ -141,4 +143,5 @@ class _Live:
             logprobs=tuple(self.logprobs[:num_tokens]),
             shown=tuple(self.shown),
             num_prompt=num_prompt,
+            num_cached=num_cached,
         )

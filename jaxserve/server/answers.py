@@ -79,6 +79,7 @@ class Answer:
             ],
             num_prompt=self._call.num_prompt_tokens,
             num_output=self._source.num_output,
+            num_cached=self._source.num_cached,
         )
         return web.json_response(body)
 
@@ -133,7 +134,7 @@ class Answer:
             if chunks:
                 await self._write(response, chunks)
         if call.include_usage:
-            await self._write(response, writer.usage(call.num_prompt_tokens, source.num_output))
+            await self._write(response, writer.usage(call.num_prompt_tokens, source.num_output, source.num_cached))
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
         """Write, which waits only while the client reads more slowly than we write."""

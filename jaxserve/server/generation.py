@@ -20,6 +20,8 @@ class Generation:
         self._clock = clock
         self._metrics = metrics
         self._outputs = [Output(request, tokenizer) for request in call.requests]
+        self._num_cached = [0] * len(call.requests)
+        self._num_choices = call.num_choices
         self._index_of = {request.request_id: index for index, request in enumerate(call.requests)}
 
     async def read(self) -> list[tuple[int, OutputDelta]]:
@@ -33,6 +35,7 @@ class Generation:
         deltas = []
         for event in events:
             index = self._index_of[event.request_id]
+            self._num_cached[index] = event.num_cached
             delta = self._outputs[index].push(event)
             if delta.finish_reason is not None:
                 # A stop string ends the output, of which the engine knows nothing.
@@ -40,6 +43,11 @@ class Generation:
                 self._metrics.finished.labels(delta.finish_reason.value).inc()
             deltas.append((index, delta))
         return deltas
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were not computed, each prompt counted once: its other choices find what the first computed."""
+        return sum(self._num_cached[:: self._num_choices])
 
     @property
     def num_output(self) -> int:

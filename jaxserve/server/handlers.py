@@ -39,6 +39,9 @@ SERVICE = web.AppKey("service", Service)
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """What is answered without an API key: what probes and scrapers ask for. None of it has a prompt, an answer or a key."""
 
+ADMIN_ROUTES = frozenset({("DELETE", "/v1/cache")})
+"""What takes an administrator's key."""
+
 JOIN_HEADERS = ("Idempotency-Key", "X-Request-Id")
 """Headers that name a request, so that its retry is known; the first of them that it has counts."""
 
@@ -90,7 +93,9 @@ def _describe_http_error(request: web.Request, error: web.HTTPException) -> str:
 @web.middleware
 async def known_callers_only(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse whoever has no key of this server, whatever they ask for, but for `OPEN_PATHS`."""
-    if request.path not in OPEN_PATHS:
+    if (request.method, request.path) in ADMIN_ROUTES:
+        request.app[SERVICE].keys.require_admin(request.headers.get("Authorization"))
+    elif request.path not in OPEN_PATHS:
         caller_of(request)
     return await handler(request)
 
@@ -274,6 +279,12 @@ async def export_metrics(request: web.Request) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
 
+async def drop_cache(request: web.Request) -> web.Response:
+    """`DELETE /v1/cache`: forget every prefix that no running request uses and that is not pinned."""
+    model = request.app[SERVICE].require_model()
+    return web.json_response({"object": "cache", "dropped_pages": await model.engine.drop_cache()})
+
+
 async def version(_: web.Request) -> web.Response:
     """`GET /version`."""
     return web.json_response({"version": __version__})
@@ -284,6 +295,7 @@ ROUTES = [
     web.post("/v1/chat/completions", chat_completions),
     web.get("/v1/models", list_models),
     web.get("/v1/models/{model:.+}", get_model),
+    web.delete("/v1/cache", drop_cache),
     web.get("/health", health),
     web.get("/ready", ready),
     web.get("/metrics", export_metrics),

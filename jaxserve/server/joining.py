@@ -27,6 +27,8 @@ class Source(Protocol):
 
     @property
     def num_output(self) -> int: ...
+    @property
+    def num_cached(self) -> int: ...
     async def read(self) -> Deltas: ...
 
 
@@ -156,6 +158,11 @@ class Reader:
     def num_output(self) -> int:
         """Output tokens of all choices so far."""
         return 0 if self._shared._begun is None else self._shared._begun.source.num_output
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were not computed."""
+        return 0 if self._shared._begun is None else self._shared._begun.source.num_cached
 
     async def read(self) -> Deltas:
         """What this reader has not seen yet, at most one delta a choice; empty once every choice has ended.

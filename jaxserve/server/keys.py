@@ -77,9 +77,14 @@ class Caller:
 
 
 class KeyRing:
-    """All keys of a server. Where there are none, everyone is let in."""
+    """All keys of a server. Where there are no API keys, everyone is let in, though not as an administrator.
 
-    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+    Args:
+        admin_key: whoever has it is an administrator, and nothing else; "" for none.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey] = (), *, admin_key: str = "") -> None:
+        self._admin_digest = _digest(admin_key) if admin_key else None
         keys = list(keys)
         for name in ("label", "key"):
             values = [getattr(key, name) for key in keys]
@@ -102,14 +107,33 @@ class KeyRing:
         """
         if not self._callers:
             return Caller()
-        scheme, _, key = (authorization or "").strip().partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthorized("an API key is needed: send the header `Authorization: Bearer KEY`")
-        digest = _digest(key.strip())
+        digest = _bearer_digest(authorization)
         found = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
         if not found:
             raise Unauthorized("the API key is not known to this server")
         return found[0]
+
+    def require_admin(self, authorization: str | None) -> None:
+        """Check that `authorization`, a header's value, has the key of an administrator.
+
+        Raises:
+            Unauthorized: it has none, or one that is not here.
+            Forbidden: it has another's, or nobody is an administrator here.
+        """
+        if self._admin_digest is None and not self._callers:
+            raise Forbidden("nobody is an administrator of this server: it was started without --admin-key or API keys")
+        if self._admin_digest is not None and hmac.compare_digest(self._admin_digest, _bearer_digest(authorization)):
+            return
+        if not self._callers:
+            raise Unauthorized("the key is not this server's admin key")
+        self.identify(authorization).require_admin()
+
+
+def _bearer_digest(authorization: str | None) -> bytes:
+    scheme, _, key = (authorization or "").strip().partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise Unauthorized("an API key is needed: send the header `Authorization: Bearer KEY`")
+    return _digest(key.strip())
 
 
 def _digest(key: str) -> bytes:
@@ -125,7 +149,7 @@ def load_keys(config: HttpConfig) -> KeyRing:
     keys = [ApiKey(label="default", key=config.api_key, admin=True)] if config.api_key else []
     if config.api_keys_file:
         keys += _read_keys(Path(config.api_keys_file))
-    return KeyRing(keys)
+    return KeyRing(keys, admin_key=config.admin_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

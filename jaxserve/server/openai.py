@@ -1,7 +1,7 @@
 """The OpenAI API's request bodies, as plain requests to the engine. Pure: no sockets, no engine.
 
 Owns which fields there are, and the rule that each either works or is refused with an error that names it. Fields beyond
-OpenAI's (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority`,
+OpenAI's (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority`, `cache_salt`,
 `chat_template_kwargs`) are vLLM's, but `timeout` and the names of priorities. What a caller may ask for is in `terms`, the
 way back in `responses`.
 """
@@ -29,6 +29,7 @@ from jaxserve.server.messages import check_shown, parse_messages
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_CHOICES = 128
 MAX_SEQUENCES = 2048
+MAX_SALT_CHARACTERS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_TOKENS = 2**31 - 1
@@ -37,7 +38,7 @@ SAMPLING_FIELDS = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
 )
-COMMON_FIELDS = ("model", "n", "stream", "stream_options", "priority", "timeout", *SAMPLING_FIELDS)
+COMMON_FIELDS = ("model", "n", "stream", "stream_options", "priority", "timeout", "cache_salt", *SAMPLING_FIELDS)
 
 # They say who asks, or which requests are alike; answers do not depend on them.
 LABEL_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
@@ -94,6 +95,7 @@ class Call:
     Attributes:
         requests: by choice index, which is prompt index * n + j.
         num_prompt_tokens: of all prompts, each counted once.
+        num_choices: for each prompt.
         include_usage: whether a stream ends with a usage chunk.
         priority: of the requests if the body has one, else None.
         timeout: seconds that the whole answer may take, or None.
@@ -102,6 +104,7 @@ class Call:
     call_id: str
     requests: tuple[Request, ...]
     num_prompt_tokens: int
+    num_choices: int
     stream: bool
     include_usage: bool
     priority: int | None = None
@@ -162,6 +165,7 @@ def _call(body: Body, prompts: list[list[int]], n: int, params: SamplingParams, 
         raise InvalidRequest(f"prompt: {len(prompts)} prompts x n {n} > {MAX_SEQUENCES} sequences a request", param="prompt")
     stream = body.boolean("stream")
     priority = _priority(body)
+    salt = _cache_salt(body)
     choices = [_with_choice_seed(params, j) for j in range(n)]
     requests = tuple(
         Request(
@@ -169,6 +173,7 @@ def _call(body: Body, prompts: list[list[int]], n: int, params: SamplingParams, 
             prompt=prompt,
             params=choice,
             priority=INTERACTIVE_PRIORITY if priority is None else priority,
+            cache_salt=salt,
         )
         for i, prompt in enumerate(map(tuple, prompts))
         for j, choice in enumerate(choices)
@@ -177,6 +182,7 @@ def _call(body: Body, prompts: list[list[int]], n: int, params: SamplingParams, 
         call_id=call_id,
         requests=requests,
         num_prompt_tokens=sum(map(len, prompts)),
+        num_choices=n,
         stream=stream,
         include_usage=_include_usage(body, stream),
         priority=priority,
@@ -202,6 +208,15 @@ def _timeout(body: Body) -> float | None:
     if seconds <= 0.0:
         raise invalid("timeout", "a number of seconds above 0", body.get("timeout"))
     return seconds
+
+
+def _cache_salt(body: Body) -> str:
+    salt = body.string("cache_salt") or ""
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise InvalidRequest(
+            f"cache_salt must have at most {MAX_SALT_CHARACTERS} characters, found {len(salt)}", param="cache_salt"
+        )
+    return salt
 
 
 def _include_usage(body: Body, stream: bool) -> bool:

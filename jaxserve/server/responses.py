@@ -137,9 +137,10 @@ def _number(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def usage(num_prompt: int, num_output: int) -> dict[str, int]:
-    """Token counts of a whole answer."""
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+def usage(num_prompt: int, num_output: int, num_cached: int | None = None) -> dict[str, Any]:
+    """Token counts of a whole answer; `num_cached` prompt tokens were not computed, if that is to be told."""
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+    return counts if num_cached is None else counts | {"prompt_tokens_details": {"cached_tokens": num_cached}}
 
 
 def whole(
@@ -151,6 +152,7 @@ def whole(
     choices: Sequence[tuple[str, Sequence[ShownToken] | None, FinishReason]],
     num_prompt: int,
     num_output: int,
+    num_cached: int | None = None,
 ) -> dict[str, Any]:
     """An answer that is not streamed. `choices` are (text, tokens if log probabilities were asked for, why it ended)."""
     return {
@@ -164,7 +166,7 @@ def whole(
             | {"logprobs": None if tokens is None else shape.logprobs(tokens), "finish_reason": reason.value}
             for index, (text, tokens, reason) in enumerate(choices)
         ],
-        "usage": usage(num_prompt, num_output),
+        "usage": usage(num_prompt, num_output, num_cached),
     }
 
 
@@ -200,9 +202,9 @@ class ChunkWriter:
             chunks += self._choice(part)
         return chunks
 
-    def usage(self, num_prompt: int, num_output: int) -> bytes:
+    def usage(self, num_prompt: int, num_output: int, num_cached: int) -> bytes:
         """The usage chunk, which has no choices."""
-        return f'{self._head}],"usage":{_dumps(usage(num_prompt, num_output))}}}\n\n'.encode()
+        return f'{self._head}],"usage":{_dumps(usage(num_prompt, num_output, num_cached))}}}\n\n'.encode()
 
     def _choice(self, part: dict[str, Any]) -> bytes:
         return f"{self._head}{_dumps(part)}]{self._usage_null}}}\n\n".encode()
