@@ -120,9 +120,9 @@ class DeviceRunner:
         self._abstract_state = abstract_state(config, limits, mesh, kv_dtype, attention_impl)
         self._params: Any = None
         self._state: DeviceState
+        self._preparation: Preparation
         self._buckets = enumerate_buckets(limits)
         self._steps: dict[Bucket, Any] = {}
-        self._preparation = Preparation(self._abstract_state, limits, self._everywhere)
         draw_impl, reason = choose_draw(mesh.devices.flat[0].platform, config.vocab_size)
         logger.info("sampling: %s, since %s", draw_impl, reason)
         self._choose = partial(sample, draw_impl=draw_impl)
@@ -162,10 +162,11 @@ class DeviceRunner:
         """
         # Those that no cache can give take longest, so they start first; then the largest, which take most memory to compile,
         # while there is least of what has been compiled.
-        order = sorted(self._buckets, key=lambda b: (uses_onednn(b), b.chunk_tokens > 0 and b.num_single > 0), reverse=True)
+        order = sorted(self._buckets, key=lambda b: (uses_onednn(b), b.chunk_tokens > 0, b.num_tokens), reverse=True)
         pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
         try:
             compiling = {pool.submit(self._compile, bucket): bucket for bucket in order}
+            preparation = pool.submit(Preparation, self._abstract_state, self._limits, self._everywhere)
             weights = load()
             for done, future in enumerate(as_completed(compiling), start=1):
                 self._steps[compiling[future]] = future.result()
@@ -175,6 +176,7 @@ class DeviceRunner:
         finally:
             # Whoever interrupts this does not want to wait for what has not begun.
             pool.shutdown(wait=False, cancel_futures=True)
+        self._preparation = preparation.result()
         self._params, self._state = weights.params, self._empty_state(weights.kv_scales)
         for bucket in self._buckets:
             if bucket.num_tokens <= WARM_UP_TOKENS:
