@@ -16,7 +16,8 @@ from jaxserve.flags import add_engine_flags, add_http_flags, add_model_flags, se
 
 SERVE_DESCRIPTION = """\
 Serve a model over HTTP, as the OpenAI API has it: /v1/models, /v1/completions and /v1/chat/completions, with streaming.
-/health answers while the process lives, /ready once every program is compiled, /metrics for Prometheus.
+/health answers while the process lives, /ready once every program is compiled, /metrics for Prometheus; these three take no
+API key. Requests beyond the queue's bounds, or too late for --slo-ttft-ms, are answered 429 with Retry-After.
 SIGTERM stops new requests, lets running ones finish, and exits 0.
 """
 SERVE_EXAMPLES = """\
@@ -24,6 +25,7 @@ examples:
   jaxserve serve --model smollm2-135m-instruct
   jaxserve serve --model ./model.gguf --port 9000 --max-seqs 64
   jaxserve serve --config configs/serving/laptop.toml
+  jaxserve serve --model ./model.gguf --api-keys-file keys.toml --slo-ttft-ms 2000 --request-timeout 120
 """
 
 
