@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code says whether it ran, not whether the figures are good."""
     args = _parse(argv)
     try:
-        config = _float32_unless_given(serve_config_from_args(args))
+        config = _comparable(serve_config_from_args(args))
         found = Findings()
         if args.startup:
             progress("starting fresh processes, with no compile cache and then with it")
@@ -170,11 +170,10 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _float32_unless_given(config: ServeConfig) -> ServeConfig:
-    """The peers run in float32, so we do on every backend; `--dtype bfloat16` says otherwise."""
-    if config.engine.dtype != "auto":
-        return config
-    return replace(config, engine=replace(config.engine, dtype="float32"))
+def _comparable(config: ServeConfig) -> ServeConfig:
+    """Float32, as the peers run, unless another type was asked for; no prefix cache, since every run has the same prompts."""
+    dtype = "float32" if config.engine.dtype == "auto" else config.engine.dtype
+    return replace(config, engine=replace(config.engine, dtype=dtype, prefix_cache=False))
 
 
 def progress(text: str) -> None:
