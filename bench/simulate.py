@@ -63,13 +63,7 @@ def _setting(args: argparse.Namespace) -> Setting:
         raise ConfigError(
             f"{args.cost} has no origin.kv_bytes_per_token, so the KV pool's size is unknown; give --num-pages N"
         )
-    return Setting(
-        config,
-        cost,
-        kv_bytes,
-        request_seconds=origin.request_seconds,
-        shares_prefixes=getattr(config.engine, "prefix_cache", True),
-    )
+    return Setting(config, cost, kv_bytes, request_seconds=origin.request_seconds)
 
 
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:

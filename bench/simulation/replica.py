@@ -18,7 +18,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.device.buckets import choose_bucket, enumerate_buckets
 from jaxserve.engine.core import EngineCore
 from jaxserve.errors import InvalidRequest, JaxserveError
-from jaxserve.host.admission import Admission
+from jaxserve.host.admission import Admission, cap_output
 from jaxserve.host.cost import BucketFor, StepCost
 from jaxserve.host.pace import Pacer
 from jaxserve.host.prefix import PrefixTree
@@ -37,15 +37,13 @@ class Setting:
 
     Attributes:
         kv_bytes_per_token: of the model, from which the pool's pages follow where `config` gives memory.
-        request_seconds: from a request's arrival at the server to the engine, and from the first token back to the client.
-        shares_prefixes: whether there is a prefix cache.
+        request_seconds: from a request's arrival at an idle server to the engine.
     """
 
     config: ServeConfig
     cost: StepCost
     kv_bytes_per_token: float
     request_seconds: float = 0.0
-    shares_prefixes: bool = True
 
 
 def limits_of(setting: Setting) -> RunnerLimits:
@@ -82,6 +80,7 @@ class Replica:
         self._arrival_clock = VirtualClock(ready_at)
         self._record = record
         self._request_seconds = setting.request_seconds
+        self._http = http
         self._outstanding: dict[str, int] = {}
         self.tokens_in_flight = 0
         self._pending: list[TokenEvent] = []
@@ -94,7 +93,7 @@ class Replica:
             prefill_chunk=engine.prefill_chunk,
             seed=0,
             clock=self.clock,
-            prefixes=PrefixTree(limits.page_size) if setting.shares_prefixes else None,
+            prefixes=PrefixTree(limits.page_size) if engine.prefix_cache else None,
             pacer=pacer,
         )
         self.core = EngineCore(
@@ -127,11 +126,13 @@ class Replica:
             request_id=f"r{number}",
             prompt=prompt_tokens(arrival, number),
             params=SamplingParams(temperature=0.0, max_tokens=arrival.num_output, ignore_eos=True),
+            deadline=arrival.at + self._http.request_timeout if self._http.request_timeout else None,
         )
         if not self.core.has_work:
             self.clock.pass_until(arrival.at + self._request_seconds)
         self._arrival_clock.pass_until(arrival.at)
         try:
+            cap_output(request, self.runner.limits, self._http.max_output_tokens)
             self.admission.admit(request)
         except InvalidRequest:
             self._record.too_long += 1
