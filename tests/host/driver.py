@@ -53,6 +53,7 @@ class Driver:
         prefixes: bool = False,
         **runner: Any,
     ) -> None:
+        self.now = 0.0
         self.limits = limits or make_limits()
         self.scheduler = Scheduler(
             self.limits,
@@ -60,6 +61,7 @@ class Driver:
             eos_token_ids=eos_token_ids,
             seed=1,
             prefixes=PrefixTree(self.limits.page_size) if prefixes else None,
+            clock=lambda: self.now,
         )
         self.runner = FakeRunner(self.limits, **{"next_token": lambda tokens, seed: 7, **runner})
         self.in_flight: deque[tuple[StepPlan, FakeHandle]] = deque()
@@ -74,6 +76,13 @@ class Driver:
         event = self.scheduler.abort(request_id)
         self.scheduler.check_integrity()
         return event
+
+    def expire(self, now: float) -> list[TokenEvent]:
+        """Let the clock say `now`, and end what is overdue."""
+        self.now = now
+        events = self.scheduler.expire()
+        self.scheduler.check_integrity()
+        return events
 
     def plan(self) -> dict[str, PlanRow]:
         """Plan and submit a step; its rows by "s" and the sequence's number."""

@@ -141,6 +141,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         params=params_strategy,
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         text=text_strategy,
+        tenant=st.sampled_from(["", "", "a", "b"]),
+        seconds=st.sampled_from([None, None, None, 2, 5, 30]),
     )
     def add(self, **arguments: Any) -> None:
         self.add_request(**arguments)
@@ -154,6 +156,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         params: SamplingParams,
         priority: int,
         text: tuple[int, int, str],
+        tenant: str = "",
+        seconds: int | None = None,
     ) -> None:
         limits = self.driver.limits
         num_prompt = max(1, limits.max_context * prompt_percent // 100)
@@ -162,7 +166,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         first, parting_percent, salt = text
         parting = num_prompt * parting_percent // 100
         prompt = tuple((first + i * i + (i >= parting) * int(request_id)) % 8 for i in range(num_prompt))
-        request = Request(request_id=request_id, prompt=prompt, params=params, priority=priority, cache_salt=salt)
+        request = Request(
+            request_id=request_id,
+            prompt=prompt,
+            params=params,
+            priority=priority,
+            cache_salt=salt,
+            tenant=tenant,
+            weight=3.0 if tenant == "b" else 1.0,
+            deadline=None if seconds is None else self.driver.now + seconds,
+        )
         needed = num_prompt + max(max_tokens or 1, params.min_tokens)
         fits = needed <= limits.max_context and needed - 1 <= limits.num_pages * limits.page_size
         if fits and request_id not in self.live:
@@ -200,6 +213,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if event is not None:
             assert event.finish_reason is FinishReason.ABORT
             self.take([event])
+
+    @rule(seconds=st.sampled_from([0, 1, 3]))
+    def expire(self, seconds: int) -> None:
+        now = self.driver.now + seconds
+        deadlines = {i: tracked.seq.request.deadline for i, tracked in self.live.items()}
+        expected = {i for i, deadline in deadlines.items() if deadline is not None and deadline <= now}
+        events = self.driver.expire(now)
+        assert {event.request_id for event in events} == expected
+        assert all(event.finish_reason is FinishReason.TIMEOUT for event in events)
+        self.take(events)
 
     @rule(steps=st.integers(1, 12))
     def go_on(self, steps: int) -> None:
@@ -371,7 +394,7 @@ def check_finished(tracked: Tracked, driver: Driver) -> None:
     output = tuple(token for event in tracked.events for token in event.tokens)
     expected, reason = oracle(tracked, driver)
     found = tracked.events[-1].finish_reason
-    if found in (FinishReason.ABORT, FinishReason.ERROR):
+    if found in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT):
         assert output == expected[: len(output)]
         assert len(output) < len(expected), "it had finished already"
     else:
