@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels import gpu_figures
+
 MAX_CHARS_OF_ERROR = 2000
 COMPILERS = Path(sys.prefix) / "compilers"
 NUM_WORKERS = 2
@@ -115,7 +117,9 @@ class Figures:
 
     Attributes:
         bundles: static instruction bundles of each Pallas TPU kernel, by its name.
-        spills: of these, how many store a vector register for want of registers.
+        spills: for want of registers; for a TPU how many bundles store one, for a GPU bytes of a thread.
+        registers: a thread's, of each Pallas GPU kernel.
+        shared_bytes: shared memory of a block of each Pallas GPU kernel.
         collectives: how many of each kind.
         error: why there is no program; everything else is then empty.
     """
@@ -127,6 +131,8 @@ class Figures:
     code_bytes: int = 0
     bundles: dict[str, int] = dataclasses.field(default_factory=dict)
     spills: dict[str, int] = dataclasses.field(default_factory=dict)
+    registers: dict[str, int] = dataclasses.field(default_factory=dict)
+    shared_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
     error: str = ""
 
@@ -190,7 +196,7 @@ def _environment(platform: str, dump: Path | None) -> dict[str, str]:
     """What the compilers must find when they are loaded."""
     common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if platform == "cuda":
-        return common
+        return common | gpu_figures.ENVIRONMENT
     return common | {
         "TPU_SKIP_MDS_QUERY": "1",  # no metadata server will answer here
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # the lock is for those who run programs
@@ -227,9 +233,11 @@ def compile_here(job: Job, dump: Path) -> Figures:
     module, name = job.build.split(":")
     build: Callable[..., Any] = getattr(importlib.import_module(module), name)
     function, arguments = build(target_devices(target, job.num_devices), **job.kwargs)
-    compiled = function.lower(*arguments).compile()
+    with gpu_figures.printed() as printed:
+        compiled = function.lower(*arguments).compile()
     memory, program = compiled.memory_analysis(), compiled.as_text()
     bundles, spills = _read_bundles(dump, program)
+    kernels = gpu_figures.kernels_in(printed.text)
     return Figures(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -237,7 +245,9 @@ def compile_here(job: Job, dump: Path) -> Figures:
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         bundles=bundles,
-        spills=spills,
+        spills=spills | gpu_figures.largest(kernels, "spilled_bytes"),
+        registers=gpu_figures.largest(kernels, "registers"),
+        shared_bytes=gpu_figures.largest(kernels, "shared_bytes"),
         collectives=count_collectives(program),
     )
 

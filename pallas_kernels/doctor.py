@@ -10,14 +10,15 @@ import argparse
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import grouped_matmul, kv_update, quant_matmul, sample
+from pallas_kernels import grouped_matmul, kv_update, paged_attention, quant_matmul, sample
 from pallas_kernels.aot import TARGETS, Figures, Job, Target, compile_jobs, missing
-from pallas_kernels.paged_attention.choose import Shape, choose
+from pallas_kernels.paged_attention.choose import Shape, choose, is_hopper
 
 EXAMPLE = Shape(
     num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=jnp.dtype("bfloat16"), kv_dtype=jnp.dtype("bfloat16")
@@ -31,16 +32,23 @@ class Kernel:
 
     Attributes:
         choose: of platform and device kind, the implementation and the reason, as the engine chooses at start-up.
+        implementations: all that there are.
         build: its program, for `aot.Job`.
     """
 
     name: str
     choose: Callable[[str, str], tuple[str, str]]
+    implementations: Collection[str]
     build: str
 
-    def job(self, target: Target) -> Job:
-        """The program that `target` would run."""
-        impl, _ = self.choose(jax_platform(target), target.device_kind)
+    def tried(self, target: Target) -> list[str]:
+        """What is compiled for a target: the implementation that it would get, and its own if that is another."""
+        platform = jax_platform(target)
+        chosen, _ = self.choose(platform, target.device_kind)
+        return [chosen, *({platform} & set(self.implementations) - {chosen})]
+
+    def job(self, target: Target, impl: str) -> Job:
+        """The program that `target` would run with `impl`."""
         return Job(target.name, self.build, {"impl": impl})
 
 
@@ -57,19 +65,27 @@ def _by_platform(implementations: Collection[str]) -> Callable[[str, str], tuple
     """The platform's own implementation where a kernel has one."""
 
     def of(platform: str, device_kind: str) -> tuple[str, str]:
-        if platform in implementations:
-            return platform, f"it is written for this platform; {device_kind}"
-        return "xla", f"there is no other for platform {platform}"
+        if platform not in implementations:
+            return "xla", f"there is no other for platform {platform}"
+        if platform == "gpu" and not is_hopper(device_kind):
+            return "xla", f"the GPU kernel is for Hopper, and this is {device_kind}"
+        return platform, f"it is written for this platform; {device_kind}"
 
     return of
 
 
+def _kernel(package: ModuleType, choose: Callable[[str, str], tuple[str, str]] | None = None, program: str = "") -> Kernel:
+    name, implementations = package.__name__.rpartition(".")[2], package.IMPLEMENTATIONS
+    build = f"pallas_kernels.programs:{program or name}"
+    return Kernel(name, choose or _by_platform(implementations), implementations, build)
+
+
 KERNELS = (
-    Kernel("paged_attention", _attention, "pallas_kernels.programs:attention"),
-    Kernel("kv_update", _by_platform(kv_update.IMPLEMENTATIONS), "pallas_kernels.programs:kv_update"),
-    Kernel("quant_matmul", _by_platform(quant_matmul.IMPLEMENTATIONS), "pallas_kernels.programs:quant_matmul"),
-    Kernel("grouped_matmul", _by_platform(grouped_matmul.IMPLEMENTATIONS), "pallas_kernels.programs:grouped_matmul"),
-    Kernel("sample", _by_platform(sample.IMPLEMENTATIONS), "pallas_kernels.programs:sample"),
+    _kernel(paged_attention, _attention, program="attention"),
+    _kernel(kv_update),
+    _kernel(quant_matmul),
+    _kernel(grouped_matmul),
+    _kernel(sample),
 )
 
 
@@ -77,10 +93,16 @@ def describe(figures: Figures) -> str:
     """Figures in one line."""
     if figures.error:
         return f"FAILED: {figures.error.strip().splitlines()[0]}"
-    parts = [f"temp {figures.temp_bytes / 2**20:.1f} MiB", f"code {figures.code_bytes / 2**10:.0f} KiB"]
+    parts = [f"temp {figures.temp_bytes / 2**20:.1f} MiB"]
+    if figures.code_bytes:
+        parts.append(f"code {figures.code_bytes / 2**10:.0f} KiB")
     if figures.alias_bytes:
         parts.append(f"{figures.alias_bytes / 2**20:.0f} MiB updated in place")
     parts += [f"{name}: {count} bundles, {figures.spills[name]} spills" for name, count in sorted(figures.bundles.items())]
+    parts += [
+        f"{name}: {count} registers, {figures.spills[name]} bytes spilled, {figures.shared_bytes[name] / 2**10:.0f} KiB shared"
+        for name, count in sorted(figures.registers.items())
+    ]
     return "compiled; " + ", ".join(parts)
 
 
@@ -89,15 +111,21 @@ def report(targets: Sequence[Target], write: Callable[[str], Any]) -> bool:
     device = jax.devices()[0]
     write(f"jax {jax.__version__} on {len(jax.devices())} x {device.device_kind} ({device.platform})")
     ready = [target for target in targets if not missing(target)]
-    jobs = {(kernel.name, target.name): kernel.job(target) for kernel in KERNELS for target in ready}
+    jobs = {
+        (kernel.name, target.name, impl): kernel.job(target, impl)
+        for kernel in KERNELS
+        for target in ready
+        for impl in kernel.tried(target)
+    }
     figures = dict(zip(jobs, compile_jobs(list(jobs.values())), strict=True))
     for kernel in KERNELS:
         impl, reason = kernel.choose(device.platform, device.device_kind)
         write(f"\n{kernel.name}\n  here   {impl}: {reason}")
         for target in targets:
-            impl, _ = kernel.choose(jax_platform(target), target.device_kind)
-            found = figures.get((kernel.name, target.name))
-            write(f"  {target.name:6} {impl}: {describe(found) if found else 'not compiled: ' + missing(target)}")
+            for number, impl in enumerate(kernel.tried(target)):
+                found = figures.get((kernel.name, target.name, impl))
+                name = f"{target.name:6} {impl}" if number == 0 else f"{'':6} {impl}, not chosen"
+                write(f"  {name}: {describe(found) if found else 'not compiled: ' + missing(target)}")
     return not any(found.error for found in figures.values())
 
 

@@ -19,7 +19,7 @@ from pallas_kernels import quant_matmul as quant
 from pallas_kernels.kv_update import kv_update as update
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
 from pallas_kernels.paged_attention.choose import pool_width
-from pallas_kernels.quant_matmul import quantize_weights
+from pallas_kernels.quant_matmul import quantize_activations, quantize_weights
 from pallas_kernels.sample import draw
 
 Program = tuple[Any, tuple[Any, ...]]
@@ -99,15 +99,26 @@ def kv_update(
 
 
 def quant_matmul(
-    devices: Sequence[Any], *, impl: str, num_tokens: int = 64, num_in: int = 4096, num_out: int = 4096, bits: int = 4
+    devices: Sequence[Any],
+    *,
+    impl: str,
+    num_tokens: int = 64,
+    num_in: int = 4096,
+    num_out: int = 4096,
+    bits: int = 4,
+    group: int | None = 128,
+    activations: str = "bfloat16",
 ) -> Program:
-    """One product with weights in groups of 128."""
+    """One product; a scale a row where `group` is None, activations of 8 bits per token where they are "int8"."""
 
     def laid_out() -> Any:
-        weights = quantize_weights(jnp.zeros((num_out, num_in)), bits=bits, group=128)
+        weights = quantize_weights(jnp.zeros((num_out, num_in)), bits=bits, group=group)
         return quant.lay_out(weights, impl=impl)
 
-    x = jax.ShapeDtypeStruct((num_in, num_tokens), jnp.bfloat16)
+    shape = jax.ShapeDtypeStruct
+    x: Any = shape((num_in, num_tokens), jnp.bfloat16 if activations == "int8" else activations)
+    if activations == "int8":
+        x = jax.eval_shape(quantize_activations, x)
     return _on(devices, lambda x, weights: quant.quant_matmul(x, weights, impl=impl), (x, jax.eval_shape(laid_out)))
 
 

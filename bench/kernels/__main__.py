@@ -176,6 +176,8 @@ def _ahead(trial: Trial, device: Any, files: Sequence[Path]) -> Result:
         code_bytes=figures.code_bytes,
         bundles=sum(figures.bundles.values()),
         spills=sum(figures.spills.values()),
+        registers=max(figures.registers.values(), default=0),
+        shared_bytes=max(figures.shared_bytes.values(), default=0),
         problem=figures.error,
     )
 

@@ -23,7 +23,8 @@ class Result:
         passed: whether that is within the subject's tolerance.
         spread: how far the middle half of the runs is apart, as a share of the median.
         share: the time that the measured limits allow at least, as a share of the median.
-        temp_bytes, code_bytes, bundles, spills: the compiler's, ahead of time.
+        temp_bytes, code_bytes, bundles, spills, registers, shared_bytes: the compiler's, ahead of time; see
+            `pallas_kernels.aot.Figures`.
         problem: why there is no more; the trial failed.
     """
 
@@ -42,6 +43,8 @@ class Result:
     code_bytes: int | None = None
     bundles: int | None = None
     spills: int | None = None
+    registers: int | None = None
+    shared_bytes: int | None = None
     problem: str = ""
 
 
@@ -101,7 +104,12 @@ def _figures(result: Result) -> str:
         return f"failed: {result.problem.strip().splitlines()[0][:150]}"
     if result.temp_bytes is not None:
         bundles = "" if not result.bundles else f", {result.bundles} bundles, {result.spills} of them spill"
-        return f"compiled: {result.temp_bytes:,} bytes of temporaries, {result.code_bytes:,} of code{bundles}"
+        registers = (
+            ""
+            if not result.registers
+            else f", {result.registers} registers, {result.spills} bytes spilled, {result.shared_bytes:,} shared"
+        )
+        return f"compiled: {result.temp_bytes:,} bytes of temporaries, {result.code_bytes:,} of code{bundles}{registers}"
     if not result.passed:
         return f"{result.error:>8.1e} WRONG, so not timed"
     columns = [

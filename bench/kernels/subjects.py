@@ -89,6 +89,7 @@ add(
             "8b": quant_cases.Case(num_out=28_672, num_in=4096, num_tokens=1),
             "8b_int4": quant_cases.Case(num_out=28_672, num_in=4096, num_tokens=1, bits=4, group=128),
             "8b_down": quant_cases.Case(num_out=4096, num_in=14_336, num_tokens=1),
+            "8b_prompt": quant_cases.Case(num_out=4096, num_in=4096, num_tokens=8192),
         },
         make=quant_cases.make_inputs,
         define=lambda x, weights: quant_matmul.reference.quant_matmul(x, weights),
@@ -130,6 +131,17 @@ def _laid_out_for_tpu(x: Any, weights: Any, *, rows: int = 256, tokens: int = 25
 @variant("quant_matmul", platforms=("tpu",), prepare=_laid_out_for_tpu)
 def tpu(x: Any, weights: Any) -> Any:
     return quant_matmul.quant_matmul(x, weights, impl="tpu")
+
+
+def _laid_out_for_gpu(
+    x: Any, weights: Any, *, tokens: int = 0, blocks: int = 0, splits: int = 0, stages: int = 0
+) -> tuple[Any, ...]:
+    return x, quant_matmul.lay_out(weights, impl="gpu", tokens=tokens, blocks=blocks, splits=splits, stages=stages)
+
+
+@variant("quant_matmul", platforms=("gpu",), prepare=_laid_out_for_gpu)
+def gpu(x: Any, weights: Any) -> Any:
+    return quant_matmul.quant_matmul(x, weights, impl="gpu")
 
 
 # --- sample -----------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def _check_asked(asked: str, platform: str, device_kind: str, shape: Shape) -> N
     if asked == "tpu":
         _check_tpu(shape)
     elif asked == "gpu":
-        if not _is_hopper(device_kind):
+        if not is_hopper(device_kind):
             raise ValueError(f'attention "gpu" is for Hopper, and this is {device_kind}; take "auto" or "xla"')
         _check_gpu(shape)
 
@@ -67,7 +67,8 @@ def _check_gpu(shape: Shape) -> None:
     gpu.check(**{field.name: getattr(shape, field.name) for field in fields(shape)}, has_scales=has_scales)
 
 
-def _is_hopper(device_kind: str) -> bool:
+def is_hopper(device_kind: str) -> bool:
+    """Whether a GPU has what the kernels for GPUs are written for."""
     from pallas_kernels.paged_attention import gpu
 
     return any(name in device_kind for name in gpu.HOPPER)
@@ -77,7 +78,7 @@ def _not_gpu(device_kind: str, shape: Shape) -> str:
     """Why no GPU has the kernel by default."""
     from pallas_kernels.paged_attention import gpu
 
-    if not _is_hopper(device_kind):
+    if not is_hopper(device_kind):
         return f"the GPU kernel is for Hopper ({', '.join(gpu.HOPPER)}), and this is {device_kind}"
     try:
         _check_gpu(shape)

@@ -321,6 +321,8 @@ class _Worker:
                 slot = lax.rem(step + number, config.stages)
                 plgpu.barrier_wait(self.full.at[slot])
                 carry = multiply(slot, carry)
+                if config.interpret is not None:  # which has the barrier order no reads before a copy
+                    plgpu.commit_smem()
                 plgpu.barrier_arrive(self.free.at[slot])
                 return carry
 
@@ -385,8 +387,6 @@ class _Worker:
             values = self.values(slot, rows)
             for number in range(config.groups):
                 first = number * config.group
-                # First, so that it has come by the time the sums are there.
-                scales = plgpu.load(self.smem["scales"].at[slot, number, rows], layout=ROW, optimized=False)
                 inputs = self.inputs(slot, first, config.group)
                 operand = self.operand(me, values[:, first : first + config.group], first)
 
@@ -395,6 +395,7 @@ class _Worker:
                     return acc[...]
 
                 part = pl.run_scoped(multiply, plgpu.ACC((BLOCK, config.tokens), jnp.float32))
+                scales = plgpu.load(self.smem["scales"].at[slot, number, rows], layout=ROW, optimized=False)
                 sums[block] = sums[block] + part * lax.broadcast_in_dim(scales, part.shape, [0])
         return sums
 

@@ -21,6 +21,7 @@ from pallas_kernels.aot import TARGETS, Figures, Job, compile_jobs, missing
 
 ROOT = Path(__file__).resolve().parents[3]
 FIGURES = Path(__file__).with_name("figures.json")
+GPU_FIGURES = Path(__file__).with_name("figures_gpu.json")
 REQUIRED = bool(os.environ.get("CI") or os.environ.get("JAXSERVE_REQUIRE_AOT"))
 
 
@@ -44,19 +45,19 @@ def compile_all(jobs: Sequence[Job], *, dump: bool = False) -> list[Figures]:
     return compile_jobs(jobs, builders=[ROOT], dump=dump)
 
 
-def recorded_figures() -> dict[str, dict[str, int]]:
+def recorded_figures(path: Path = FIGURES) -> dict[str, dict[str, int]]:
     """The committed regression figures of this jax, which brings its own compiler; skips where none are recorded."""
-    recorded = json.loads(FIGURES.read_text())
+    recorded = json.loads(path.read_text())
     if _jax_minor() not in recorded:
         pytest.skip(f"no figures are recorded for jax {_jax_minor()}, only for {', '.join(recorded)}")
     figures: dict[str, dict[str, int]] = recorded[_jax_minor()]
     return figures
 
 
-def record_figures(figures: dict[str, dict[str, int]]) -> None:
+def record_figures(figures: dict[str, dict[str, int]], path: Path = FIGURES) -> None:
     """Rewrite the record of this jax."""
-    recorded = json.loads(FIGURES.read_text()) | {_jax_minor(): figures}
-    FIGURES.write_text(json.dumps(recorded, indent=2, sort_keys=True) + "\n")
+    recorded = json.loads(path.read_text()) | {_jax_minor(): figures}
+    path.write_text(json.dumps(recorded, indent=2, sort_keys=True) + "\n")
 
 
 def _jax_minor() -> str:
