@@ -173,7 +173,7 @@ async def test_requests_have_their_key_s_share_and_priority_and_are_counted_by_i
 
 async def test_one_key_cannot_fill_the_queue_of_another(tmp_path: Path) -> None:
     config = HttpConfig(port=0, api_keys_file=write(tmp_path, KEYS).api_keys_file, max_queue_requests=6)
-    async with serving(fake_engine(step_seconds=0.2), config=config) as server:
+    async with serving(fake_engine(step_seconds=0.05), config=config) as server:
         crowd = asyncio.create_task(server.post("/v1/completions", {**COMPLETION, "n": 4}, headers=bearer("sk-a")))
         async with asyncio.timeout(5):
             while (await samples(server, "jaxserve_queued_requests"))[""] < 4:
