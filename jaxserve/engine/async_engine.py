@@ -371,7 +371,9 @@ class _Worker:
         refusals = self._apply(inbox)
         for done in drops:
             if done.set_running_or_notify_cancel():
-                done.set_result(core.drop_cache())
+                num_pages = core.drop_cache()
+                self.stats = core.stats()
+                done.set_result(num_pages)
         if stopping and not core.has_work:
             self.stats = core.stats()
             return False

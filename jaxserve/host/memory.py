@@ -168,7 +168,7 @@ class Memory:
             if node.page is None and node.owner is None:
                 node.owner = seq
         node.num_open += 1
-        node.tail = seq
+        node.tail = node.tail or seq
         return node
 
     def grow(self, seq: Sequence, count: int) -> None:

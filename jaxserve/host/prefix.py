@@ -30,7 +30,7 @@ class Node:
         owner: the sequence that computes it now, while there is no page.
         waiters: sequences that wait for it to have a page.
         num_open: running sequences whose full pages, at their start, end here.
-        tail: the last of those, whose next page may begin as another's; or None.
+        tail: the first of those, whose next page may begin as another's; or None.
         idle: it has a page, which nobody references.
         pinned: never idle, and never forgotten.
         num_uses: times that a sequence found it.

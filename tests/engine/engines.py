@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.core import EngineCore
 from jaxserve.host.admission import Admission
+from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.plan import RunnerLimits
 from tests.fakes import FakeRunner, NextToken
@@ -42,9 +43,16 @@ def fake_engine(
     step_seconds: float = 0.0,
     fail_on_submit: Collection[int] = (),
     max_queue_requests: int = 4096,
+    prefixes: bool = False,
 ) -> FakeEngine:
     """An engine that samples what `next_token` says, by default a hash of the prefix and the seed."""
-    scheduler = Scheduler(limits, prefill_chunk=32, eos_token_ids=eos_token_ids, seed=0)
+    scheduler = Scheduler(
+        limits,
+        prefill_chunk=32,
+        eos_token_ids=eos_token_ids,
+        seed=0,
+        prefixes=PrefixTree(limits.page_size) if prefixes else None,
+    )
     runner = FakeRunner(
         limits,
         next_token=next_token,
