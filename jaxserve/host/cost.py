@@ -43,6 +43,7 @@ class StepWork:
         places: tokens that its program computes, empty places included.
         chunked: whether the program has room for rows of more than one token.
         num_rows: rows in the plan.
+        num_chunks: those of more than one token.
         context_read: KV positions that rows of one token attend to, over all of them.
         chunk_context: likewise of longer rows, each position once a row.
         chunk_products: pairs of a token of a longer row and a position that it attends to.
@@ -51,6 +52,7 @@ class StepWork:
     places: int
     chunked: bool
     num_rows: int
+    num_chunks: int
     context_read: int
     chunk_context: int
     chunk_products: int
@@ -74,7 +76,7 @@ def work_of(plan: StepPlan, bucket_for: BucketFor) -> StepWork:
             chunk_context += row.start + row.count
             products += chunk_products(row.start, row.count)
     bucket = bucket_for(num_single, chunk_tokens, num_chunks)
-    return StepWork(bucket.num_tokens, bucket.chunk_tokens > 0, len(plan.rows), context, chunk_context, products)
+    return StepWork(bucket.num_tokens, bucket.chunk_tokens > 0, len(plan.rows), num_chunks, context, chunk_context, products)
 
 
 class StepCost(Protocol):
@@ -94,6 +96,7 @@ class KindCost:
         seconds: of an empty step of each, never falling. Between two sizes it is interpolated; beyond them the nearest
             slope goes on.
         per_row: seconds for each row.
+        per_chunk: seconds for each row of more than one token, on top of that.
         per_context: seconds for each position of `context_read`.
         per_chunk_context: seconds for each position of `chunk_context`.
         per_product: seconds for each pair of `chunk_products`.
@@ -102,6 +105,7 @@ class KindCost:
     places: tuple[int, ...]
     seconds: tuple[float, ...]
     per_row: float = 0.0
+    per_chunk: float = 0.0
     per_context: float = 0.0
     per_chunk_context: float = 0.0
     per_product: float = 0.0
@@ -113,7 +117,7 @@ class KindCost:
             raise ConfigError(f"places must ascend, found {self.places}")
         if list(self.seconds) != sorted(self.seconds) or min(self.seconds) < 0:
             raise ConfigError(f"seconds must not fall nor be negative, found {self.seconds}")
-        if min(self.per_row, self.per_context, self.per_chunk_context, self.per_product) < 0:
+        if min(self.per_row, self.per_chunk, self.per_context, self.per_chunk_context, self.per_product) < 0:
             raise ConfigError(f"coefficients must not be negative, found {self}")
 
     def empty_seconds(self, places: int) -> float:
@@ -138,6 +142,7 @@ class FittedCost:
         return (
             kind.empty_seconds(work.places)
             + kind.per_row * work.num_rows
+            + kind.per_chunk * work.num_chunks
             + kind.per_context * work.context_read
             + kind.per_chunk_context * work.chunk_context
             + kind.per_product * work.chunk_products

@@ -48,15 +48,16 @@ def _fit_kind(samples: Sequence[Sample], what: str) -> KindCost:
         work = sample.work
         # The empty step's time is a sum of steps up from the smallest size, so that it cannot fall.
         up = [float(work.places >= size) for size in places]
-        inside = (work.num_rows, work.context_read, work.chunk_context, work.chunk_products)
+        inside = (work.num_rows, work.num_chunks, work.context_read, work.chunk_context, work.chunk_products)
         columns.append([value / sample.seconds for value in (*up, *inside)])
         targets.append(1.0)
     solution = non_negative_least_squares(columns, targets)
-    rises, (per_row, per_context, per_chunk_context, per_product) = solution[: len(places)], solution[len(places) :]
+    rises, (per_row, per_chunk, per_context, per_chunk_context, per_product) = solution[: len(places)], solution[len(places) :]
     return KindCost(
         places=tuple(places),
         seconds=tuple(sum(rises[: index + 1]) for index in range(len(places))),
         per_row=per_row,
+        per_chunk=per_chunk,
         per_context=per_context,
         per_chunk_context=per_chunk_context,
         per_product=per_product,

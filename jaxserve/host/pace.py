@@ -80,7 +80,7 @@ class Pacer:
         target = self._target / self._correction
         for index, size in enumerate(self._sizes[:-1]):
             places = self._bucket_for(num_decodes, size, 1).num_tokens
-            empty = StepWork(places, True, num_decodes + 1, context_read, chunk_start, 0)
+            empty = StepWork(places, True, num_decodes + 1, 1, context_read, chunk_start, 0)
             count = self._largest(empty, chunk_start, size, target)
             if count > self._sizes[index + 1]:
                 return replace(self._budgets[size], tokens=count)

@@ -16,7 +16,13 @@ from tests.host.driver import Driver, make_limits
 
 DECODE = KindCost(places=(1, 8, 32), seconds=(0.010, 0.012, 0.020), per_row=1e-5, per_context=1e-6)
 CHUNKED = KindCost(
-    places=(64, 160), seconds=(0.03, 0.05), per_row=2e-5, per_context=2e-6, per_chunk_context=3e-6, per_product=1e-8
+    places=(64, 160),
+    seconds=(0.03, 0.05),
+    per_row=2e-5,
+    per_chunk=1e-3,
+    per_context=2e-6,
+    per_chunk_context=3e-6,
+    per_product=1e-8,
 )
 COST = FittedCost(decode=DECODE, chunked=CHUNKED)
 
@@ -33,9 +39,9 @@ def test_a_single_size_is_that_of_all() -> None:
 
 
 def test_everything_in_a_step_costs() -> None:
-    work = StepWork(160, True, 3, 1000, 500, 40_000)
-    assert COST.seconds(work) == pytest.approx(0.05 + 3 * 2e-5 + 1000 * 2e-6 + 500 * 3e-6 + 40_000 * 1e-8)
-    decodes = StepWork(8, False, 3, 1000, 0, 0)
+    work = StepWork(160, True, 3, 2, 1000, 500, 40_000)
+    assert COST.seconds(work) == pytest.approx(0.05 + 3 * 2e-5 + 2 * 1e-3 + 1000 * 2e-6 + 500 * 3e-6 + 40_000 * 1e-8)
+    decodes = StepWork(8, False, 3, 0, 1000, 0, 0)
     assert COST.seconds(decodes) == pytest.approx(0.012 + 3e-5 + 1e-3)
 
 
@@ -50,7 +56,7 @@ def test_work_of_a_plan_follows_its_bucket() -> None:
     assert [row.count for row in plan.rows] == [1, 8]
     work = work_of(plan, lambda single, tokens, rows: choose_bucket(buckets, single, tokens, rows))
     bucket = choose_bucket(buckets, 1, 8, 1)
-    assert work == StepWork(bucket.num_tokens, True, 2, 4, 8, chunk_products(0, 8))
+    assert work == StepWork(bucket.num_tokens, True, 2, 1, 4, 8, chunk_products(0, 8))
 
 
 def test_products_of_chunks_add_up_to_those_of_the_whole() -> None:
@@ -68,8 +74,8 @@ def test_a_chip_is_bound_by_bytes_or_by_arithmetic() -> None:
         flops_per_product=1e5,
         overhead_seconds=1e-4,
     )
-    assert chip.seconds(StepWork(8, False, 8, 8000, 0, 0)) == pytest.approx(1e-4 + (1e10 + 8e8) / 1e12)
-    chunk = StepWork(2048, True, 1, 0, 2048, chunk_products(0, 2048))
+    assert chip.seconds(StepWork(8, False, 8, 0, 8000, 0, 0)) == pytest.approx(1e-4 + (1e10 + 8e8) / 1e12)
+    chunk = StepWork(2048, True, 1, 1, 0, 2048, chunk_products(0, 2048))
     assert chip.seconds(chunk) == pytest.approx(1e-4 + (2048e10 + 1e5 * chunk_products(0, 2048)) / 1e14)
     with pytest.raises(ConfigError, match="flops must be positive"):
         replace(chip, flops=0.0)
@@ -93,14 +99,15 @@ def test_a_kind_that_makes_no_sense_is_refused(changes: dict, message: str) -> N
 
 
 def make_samples(cost: FittedCost, noise: float = 0.0) -> list[Sample]:
-    works = [StepWork(n, False, rows, rows * c, 0, 0) for n in (1, 8, 32) for rows in (1, n) for c in (10, 500, 4000)]
+    works = [StepWork(n, False, rows, 0, rows * c, 0, 0) for n in (1, 8, 32) for rows in (1, n) for c in (10, 500, 4000)]
     works += [
-        StepWork(places, True, rows + 1, rows * 100, start + 32, chunk_products(start, 32))
+        StepWork(places, True, rows + chunks, chunks, rows * 100, chunks * (start + 32), chunks * chunk_products(start, 32))
         for places in (64, 160)
         for rows in (0, 5, 30)
+        for chunks in (1, 3)
         for start in (0, 700, 4000)
     ]
-    works += [StepWork(160, True, 1, 0, start + 128, chunk_products(start, 128)) for start in (0, 700, 4000)]
+    works += [StepWork(160, True, 1, 1, 0, start + 128, chunk_products(start, 128)) for start in (0, 700, 4000)]
     return [Sample(work, cost.seconds(work) * (1 + noise * (-1) ** index)) for index, work in enumerate(works)]
 
 
@@ -117,7 +124,7 @@ def test_noise_moves_the_fit_by_no_more_than_itself() -> None:
 
 
 def test_what_would_be_negative_is_zero() -> None:
-    falling = [Sample(StepWork(8, False, rows, 100 * rows, 0, 0), 0.02 - 0.001 * rows) for rows in range(1, 9)]
+    falling = [Sample(StepWork(8, False, rows, 0, 100 * rows, 0, 0), 0.02 - 0.001 * rows) for rows in range(1, 9)]
     chunks = [sample for sample in make_samples(COST) if sample.work.chunked]
     decode = fit_cost([*falling, *chunks]).decode
     assert (decode.per_row, decode.per_context) == (0.0, 0.0)

@@ -36,7 +36,7 @@ def make_pacer(target_seconds: float, cost: FittedCost = COST) -> Pacer:
 def seconds_of(pacer_budget: int, num_decodes: int, context: int, start: int) -> float:
     places = BUCKET_FOR(num_decodes, pacer_budget, 1).num_tokens
     end = start + pacer_budget
-    return COST.seconds(StepWork(places, True, num_decodes + 1, context, end, chunk_products(start, pacer_budget)))
+    return COST.seconds(StepWork(places, True, num_decodes + 1, 1, context, end, chunk_products(start, pacer_budget)))
 
 
 def test_nothing_decodes_so_the_budget_is_whole() -> None:
