@@ -11,7 +11,7 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,8 @@ from jaxserve.plan import RunnerLimits
 from jaxserve.server import app
 from jaxserve.server.service import ServerParts
 from pallas_kernels.paged_attention.choose import Shape, choose
+from pallas_kernels.paged_attention.options import choose_options
+from pallas_kernels.tuned import default_folder
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +168,7 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
     if max_context > model_config.max_position:
         raise ConfigError(f"max_context is {max_context} but the model's positions end at {model_config.max_position}")
     kv_dtype = _kv_dtype(engine, dtype)
-    attention_impl, reason = _choose_attention(engine, model_config, mesh, dtype, kv_dtype)
+    attention_impl, options = _choose_attention(engine, model_config, mesh, dtype, kv_dtype)
     limits = RunnerLimits(
         num_pages=_num_pages(engine, model_config, max_context, mesh, dtype, kv_dtype, attention_impl),
         page_size=engine.page_size,
@@ -175,8 +177,8 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
         max_context=max_context,
         vocab_size=model_config.vocab_size,
     )
-    logger.info("attention: %s, since %s; mesh: %s; %s", attention_impl, reason, dict(mesh.shape), limits)
-    return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl)
+    logger.info("mesh: %s; %s", dict(mesh.shape), limits)
+    return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options)
 
 
 def _kv_scales(
@@ -193,8 +195,8 @@ def _kv_scales(
 
 def _choose_attention(
     engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dtype: np.dtype, kv_dtype: np.dtype
-) -> tuple[str, str]:
-    """The implementation for one device's share of the heads, and the reason for it."""
+) -> tuple[str, Mapping[str, int]]:
+    """The implementation for one device's share of the heads, and its options that are tuned for the device."""
     device = mesh.devices.flat[0]
     num_kv_heads = -(-model_config.num_kv_heads // mesh.devices.size)
     shape = Shape(
@@ -206,9 +208,14 @@ def _choose_attention(
         kv_dtype=kv_dtype,
     )
     try:
-        return choose(device.platform, device.device_kind, shape, engine.attention)
+        impl, reason = choose(device.platform, device.device_kind, shape, engine.attention)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    tuned = choose_options(default_folder(), device.device_kind, impl, shape)
+    if tuned.problem:
+        logger.warning("attention: %s", tuned.problem)
+    logger.info("attention: %s, since %s; sizes: %s", impl, reason, tuned.source)
+    return impl, tuned.options
 
 
 def check_params(checkpoint: Checkpoint, model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> None:

@@ -10,6 +10,7 @@ from bench.kernels.subjects import ROUNDING, largest_difference, size_of
 from pallas_kernels import paged_attention
 from pallas_kernels.page_layout import from_rows
 from pallas_kernels.paged_attention.cases import Case, make_inputs
+from pallas_kernels.paged_attention.xla import ROWS_PER_TURN
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,17 @@ def _make(shape: Decodes, seed: int) -> tuple[Any, ...]:
     return inputs.queries, inputs.pages, inputs.block_table, inputs.row_offsets, inputs.lengths
 
 
-def _attend(impl: str, queries: Any, pages: Any, table: Any, offsets: Any, lengths: Any) -> Any:
+def _attend(impl: str, queries: Any, pages: Any, table: Any, offsets: Any, lengths: Any, **options: int) -> Any:
     num_tokens = queries.shape[0]
     work = paged_attention.schedule(
-        table, offsets, lengths, num_tokens=num_tokens, num_single=num_tokens, page_size=pages.shape[2], impl=impl
+        table,
+        offsets,
+        lengths,
+        num_tokens=num_tokens,
+        num_single=num_tokens,
+        page_size=pages.shape[2],
+        impl=impl,
+        options=options,
     )
     return paged_attention.paged_attention(queries, pages, work, scale=queries.shape[-1] ** -0.5, impl=impl)
 
@@ -72,15 +80,17 @@ def _in_layout_of(impl: str) -> Any:
 
 
 @variant("paged_attention", prepare=_in_layout_of("xla"))
-def xla(*arguments: Any) -> Any:
-    return _attend("xla", *arguments)
+def xla(*arguments: Any, rows_per_turn: int = ROWS_PER_TURN) -> Any:
+    return _attend("xla", *arguments, rows_per_turn=rows_per_turn)
 
 
 @variant("paged_attention", platforms=("tpu",), prepare=_in_layout_of("tpu"))
-def tpu(*arguments: Any) -> Any:
-    return _attend("tpu", *arguments)
+def tpu(*arguments: Any, tile_tokens: int = 128, block_tokens: int = 0) -> Any:
+    """`block_tokens` of 0 takes what fits."""
+    return _attend("tpu", *arguments, tile_tokens=tile_tokens, block_tokens=block_tokens)
 
 
 @variant("paged_attention", platforms=("gpu",), prepare=_in_layout_of("gpu"))
-def gpu(*arguments: Any) -> Any:
-    return _attend("gpu", *arguments)
+def gpu(*arguments: Any, decode_tile: int = 0, decode_stages: int = 0) -> Any:
+    """Sizes of 0 take what fits."""
+    return _attend("gpu", *arguments, decode_tile=decode_tile, decode_stages=decode_stages)

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +95,7 @@ class DeviceRunner:
     Args:
         dtype: of parameters and activations.
         kv_dtype: of the KV pools.
+        attention_options: tuned ones, as `paged_attention.schedule` has them.
 
     Attributes:
         abstract_params: the tree of `jax.ShapeDtypeStruct` with shardings that the parameters are to be.
@@ -108,12 +109,14 @@ class DeviceRunner:
         dtype: np.dtype,
         kv_dtype: np.dtype,
         attention_impl: str,
+        attention_options: Mapping[str, int] | None = None,
     ) -> None:
         compile_counter.start_counting()
         self._config = config
         self._mesh = mesh
         self._limits = limits
         self.attention_impl = attention_impl
+        self._attention_options = attention_options
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._kv_dtype = kv_dtype
         self.abstract_params = abstract_params(FAMILIES[config.family].specs(config), mesh, dtype)
@@ -217,7 +220,10 @@ class DeviceRunner:
         return result
 
     def _compile(self, bucket: Bucket) -> Any:
-        return self._compile_step(make_step(self._config, self._limits, bucket, self.attention_impl, self._choose), bucket)
+        step = make_step(
+            self._config, self._limits, bucket, self.attention_impl, self._choose, attention_options=self._attention_options
+        )
+        return self._compile_step(step, bucket)
 
     def _compile_step(self, step: Callable[..., Any], bucket: Bucket) -> Any:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_params)

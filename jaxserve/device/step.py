@@ -6,7 +6,7 @@ Runs under `shard_map` over the whole mesh: parameters and KV heads are split, e
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -49,11 +49,13 @@ def make_step(
     bucket: Bucket,
     attention_impl: str,
     choose: Callable[[Array, SampleRows, SlotState], Sampled] = sample,
+    attention_options: Mapping[str, int] | None = None,
 ) -> Callable[[Any, DeviceState, Array], tuple[DeviceState, Array]]:
     """The step of one bucket, to be called inside `shard_map`.
 
     Args:
         choose: makes tokens of logits; another than `sample` is for measuring what sampling costs.
+        attention_options: tuned ones, as `paged_attention.schedule` has them.
 
     Returns:
         A function of parameters, state and packed upload to the new state and the packed result; see `pack_sampled`.
@@ -73,6 +75,7 @@ def make_step(
             num_single=bucket.num_single,
             attention_impl=attention_impl,
             kv_scales=state.kv_scales,
+            attention_options=attention_options,
         )
         sampled = choose(logits, rows, slots)
         slots = dataclasses.replace(slots, tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))

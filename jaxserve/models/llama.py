@@ -5,6 +5,7 @@ Owns its parameters and their forward pass over one step's batch. Runs inside `s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -131,6 +132,7 @@ def forward(
     num_single: int,
     attention_impl: str,
     kv_scales: Float[Array, "L K 2"] | None = None,
+    attention_options: Mapping[str, int] | None = None,
 ) -> tuple[Float[Array, "V R"], tuple[Num[Array, "P K B D2"], ...]]:
     """Run one step.
 
@@ -139,6 +141,7 @@ def forward(
             would compile them thirty times instead of once.
         num_single: leading rows that own one token each, as `paged_attention` has it.
         kv_scales: of pools in eight bits: what is stored times these is K and V of each layer's heads.
+        attention_options: tuned ones, as `schedule` has them.
 
     Returns:
         float32 logits at `batch.last_token`, whole on every device, and the pools with this step's K and V.
@@ -155,6 +158,7 @@ def forward(
         num_single=num_single,
         page_size=pools[0].shape[2],
         impl=attention_impl,
+        options=attention_options,
     )
     x = embed(params.embedding, batch.token_ids, TENSOR)
     new_pools = []

@@ -12,7 +12,7 @@ What depends on the rows and the window alone is computed once a step, by `sched
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,22 +29,27 @@ class Implementation:
 
     Attributes:
         layout: of the pages that it reads, for `kv_update` to write.
+        options: sizes that `schedule` takes by these names, to be tuned for a kind of device.
     """
 
     schedule: Callable[..., Any]
     paged_attention: Callable[..., Any]
     layout: Layout = "rows"
+    options: tuple[str, ...] = ()
 
 
-def _kernel(name: str) -> Implementation:
-    return Implementation(late(f"{__name__}.{name}", "schedule"), late(f"{__name__}.{name}", "paged_attention"))
+def _kernel(name: str, *options: str) -> Implementation:
+    schedule, attend = (late(f"{__name__}.{name}", function) for function in ("schedule", "paged_attention"))
+    return Implementation(schedule, attend, options=options)
 
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.schedule, reference.paged_attention),
-    "xla": Implementation(xla.schedule, xla.paged_attention, layout="halves"),
-    "tpu": _kernel("tpu"),
-    "gpu": _kernel("gpu"),
+    "xla": Implementation(
+        xla.schedule, xla.paged_attention, layout="halves", options=("rows_per_turn", "chunk_tile", "chunk_block")
+    ),
+    "tpu": _kernel("tpu", "tile_tokens", "block_tokens"),
+    "gpu": _kernel("gpu", "decode_tile", "decode_stages", "chunk_tile", "chunk_stages"),
 }
 """By name. An experiment adds its own in one line; "reference" is the definition, "xla" the fast path without a kernel."""
 
@@ -59,6 +64,7 @@ def schedule(
     page_size: int,
     window: int | None = None,
     impl: str,
+    options: Mapping[str, int] | None = None,
 ) -> Any:
     """Lay out a step's work for `paged_attention`.
 
@@ -71,6 +77,7 @@ def schedule(
         page_size: `B`.
         window: the newest positions that a token sees, its own among them; all of them where None.
         impl: a key of `IMPLEMENTATIONS`.
+        options: of the implementation's `options`, those that are not to be as its module has them.
 
     Returns:
         A pytree that only the same `impl` reads.
@@ -85,6 +92,7 @@ def schedule(
         num_single=num_single,
         page_size=page_size,
         window=window,
+        **(options or {}),
     )
 
 

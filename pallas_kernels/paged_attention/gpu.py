@@ -40,15 +40,30 @@ NARROW = {np.dtype(jnp.int8): jnp.bfloat16, np.dtype(jnp.float8_e4m3fn): jnp.flo
 """Pages in eight bits, and what they are multiplied in: each value is exact there."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes to try in place of those chosen (0): KV positions of a tile, slots of the ring, slots of queries.
+
+    `ping_pong` as in `Config`; the choice where None.
+    """
+
+    tile: int = 0
+    stages: int = 0
+    q_slots: int = 0
+    ping_pong: bool | None = None
+
+
 @pytree.dataclass
 class Work:
-    """The rows as they are."""
+    """The rows as they are, and sizes for decodes and for chunks."""
 
     block_table: Int[Array, "S W"]
     row_offsets: Int[Array, "S+1"]
     lengths: Int[Array, " S"]
     num_single: int = pytree.static()
     window: int | None = pytree.static()
+    decode_tuning: Tuning = pytree.static()
+    chunk_tuning: Tuning = pytree.static()
 
 
 def schedule(
@@ -60,13 +75,21 @@ def schedule(
     num_single: int,
     page_size: int,
     window: int | None = None,
+    decode_tile: int = 0,
+    decode_stages: int = 0,
+    chunk_tile: int = 0,
+    chunk_stages: int = 0,
 ) -> Work:
     """See `pallas_kernels.paged_attention.schedule`.
 
     How rows are cut depends on the heads and waits for `paged_attention`; the compiler merges the layers' equal cuts.
+
+    Args:
+        decode_tile, decode_stages, chunk_tile, chunk_stages: as in `Tuning`.
     """
     del num_tokens, page_size
-    return Work(block_table, row_offsets, lengths, num_single, window)
+    decode_tuning, chunk_tuning = Tuning(decode_tile, decode_stages), Tuning(chunk_tile, chunk_stages)
+    return Work(block_table, row_offsets, lengths, num_single, window, decode_tuning, chunk_tuning)
 
 
 def check(
@@ -92,19 +115,6 @@ def check(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Sizes to try in place of those chosen (0): KV positions of a tile, slots of the ring, slots of queries.
-
-    `ping_pong` as in `Config`; the choice where None.
-    """
-
-    tile: int = 0
-    stages: int = 0
-    q_slots: int = 0
-    ping_pong: bool | None = None
-
-
 def paged_attention(
     queries: Float[Array, "T N D"],
     pages: Num[Array, "P K B D2"],
@@ -123,7 +133,7 @@ def paged_attention(
 
     Args:
         num_workers: multiprocessors to fill.
-        decode_tuning, chunk_tuning: sizes in place of those chosen.
+        decode_tuning, chunk_tuning: sizes in place of those that `work` has.
         interpret: `InterpretGPUParams` for a machine without a GPU.
 
     Raises:
@@ -164,10 +174,10 @@ def paged_attention(
     outputs = []
     if single:
         rows = _Rows(work.block_table[:single], work.row_offsets[: single + 1], work.lengths[:single])
-        outputs.append(attention.decode(queries[:single], rows, decode_tuning or Tuning()))
+        outputs.append(attention.decode(queries[:single], rows, decode_tuning or work.decode_tuning))
     if num_tokens > single:
         rows = _Rows(work.block_table[single:], work.row_offsets[single:] - single, work.lengths[single:])
-        outputs.append(attention.chunks(queries[single:], rows, chunk_tuning or Tuning()))
+        outputs.append(attention.chunks(queries[single:], rows, chunk_tuning or work.chunk_tuning))
     return jnp.concatenate(outputs) if len(outputs) > 1 else outputs[0]
 
 

@@ -50,6 +50,7 @@ class Work:
     table: Int[Array, " S*W"]
     window: int | None = pytree.static()
     tile_tokens: int = pytree.static()
+    block_tokens: int = pytree.static()
 
 
 def schedule(
@@ -61,16 +62,26 @@ def schedule(
     num_single: int,
     page_size: int,
     window: int | None = None,
+    tile_tokens: int = TILE_TOKENS,
+    block_tokens: int = 0,
 ) -> Work:
     """See `pallas_kernels.paged_attention.schedule`.
 
+    Args:
+        tile_tokens: queries that share a read of the pages, a power of two.
+        block_tokens: positions a turn of the kernel, whole lane tiles; 0 takes what fits.
+
     Raises:
-        ValueError: the block table does not fit in scalar memory.
+        ValueError: the block table does not fit in scalar memory, or sizes that are none.
     """
     del num_single
     num_rows, width = block_table.shape
     _check_table(num_rows, width, page_size)
-    tile_tokens = min(TILE_TOKENS, _power_of_two(num_tokens, at_least=tpu_kernel.MIN_ROWS))
+    if tile_tokens < 1 or tile_tokens & (tile_tokens - 1):
+        raise ValueError(f"tile_tokens: expected a power of two, found {tile_tokens}")
+    if block_tokens < 0 or block_tokens % tpu_kernel.MIN_BLOCK_TOKENS:
+        raise ValueError(f"block_tokens: expected a multiple of {tpu_kernel.MIN_BLOCK_TOKENS}, found {block_tokens}")
+    tile_tokens = min(tile_tokens, _power_of_two(num_tokens, at_least=tpu_kernel.MIN_ROWS))
     num_tiles = -(-num_tokens // tile_tokens)
 
     start, end = row_offsets[:-1], row_offsets[1:]
@@ -100,6 +111,7 @@ def schedule(
         table=block_table.reshape(-1),
         window=window,
         tile_tokens=tile_tokens,
+        block_tokens=block_tokens,
     )
 
 

@@ -127,7 +127,7 @@ def attend(
         group=group,
         head_dim=head_dim,
         page_size=page_size,
-        pages_per_block=_block_tokens(num_kv_heads * width * pages.dtype.itemsize) // page_size,
+        pages_per_block=(work.block_tokens or _block_tokens(num_kv_heads * width * pages.dtype.itemsize)) // page_size,
         tile_rows=tile_rows,
         scale=scale,
         soft_cap=soft_cap,

@@ -112,6 +112,9 @@ def schedule(
     num_single: int,
     page_size: int,
     window: int | None = None,
+    rows_per_turn: int = ROWS_PER_TURN,
+    chunk_tile: int = CHUNK_TILE,
+    chunk_block: int = CHUNK_BLOCK,
 ) -> Work:
     """See `pallas_kernels.paged_attention.schedule`."""
     page = jnp.arange(block_table.shape[1])[None, :]
@@ -121,11 +124,14 @@ def schedule(
     table = jnp.where(page * page_size < lengths[:, None], block_table, first[:, None])
     decode = chunks = None
     if num_single:
-        decode = _schedule_decode(table[:num_single], lengths[:num_single], page_size, window, num_tokens == num_single)
+        alone = num_tokens == num_single
+        rows_per_turn = min(num_single, rows_per_turn)
+        decode = _schedule_decode(table[:num_single], lengths[:num_single], page_size, window, alone, rows_per_turn)
     if num_tokens > num_single:
         offsets = row_offsets[num_single:] - num_single
         num_tokens -= num_single
-        chunks = _schedule_chunks(table[num_single:], offsets, lengths[num_single:], num_tokens, page_size, window)
+        sizes = min(chunk_tile, num_tokens), max(1, chunk_block // page_size)
+        chunks = _schedule_chunks(table[num_single:], offsets, lengths[num_single:], num_tokens, page_size, window, *sizes)
     return Work(decode=decode, chunks=chunks)
 
 
@@ -202,12 +208,11 @@ def _finished(
 
 
 def _schedule_decode(
-    table: Int[Array, "S W"], lengths: Int[Array, " S"], page_size: int, window: int | None, alone: bool
+    table: Int[Array, "S W"], lengths: Int[Array, " S"], page_size: int, window: int | None, alone: bool, rows_per_turn: int
 ) -> DecodeWork:
     num_rows = table.shape[0]
     per_block = max(1, BLOCK // page_size)
     block = per_block * page_size
-    rows_per_turn = min(num_rows, ROWS_PER_TURN)
     padded = jnp.pad(lengths, (0, -num_rows % rows_per_turn))
     index = jnp.arange(padded.shape[0])
     longer = (padded[None, :] > padded[:, None]) | ((padded[None, :] == padded[:, None]) & (index[None, :] < index[:, None]))
@@ -366,9 +371,10 @@ def _schedule_chunks(
     num_tokens: int,
     page_size: int,
     window: int | None,
+    tile: int,
+    pages_per_block: int,
 ) -> ChunkWork:
     num_rows = table.shape[0]
-    tile = min(CHUNK_TILE, num_tokens)
     max_tiles = num_tokens // tile + num_rows
     num_tiles = -(-(offsets[1:] - offsets[:-1]) // tile)
     ends = jnp.cumsum(num_tiles)
@@ -376,8 +382,8 @@ def _schedule_chunks(
     row = jnp.minimum(jnp.sum(index[:, None] >= ends[None, :], axis=1), num_rows - 1)
     first = offsets[row] + (index - (ends - num_tiles)[row]) * tile
     position = lengths[row] - (offsets[row + 1] - first)
-    page_ids = _blocked_table(table, max(1, CHUNK_BLOCK // page_size))
-    block = page_ids.shape[2] * page_size
+    page_ids = _blocked_table(table, pages_per_block)
+    block = pages_per_block * page_size
     start_block = jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0) // block
     # Tokens past the row's end belong to later tiles, which overwrite what this one gives them.
     end_block = -(-jnp.minimum(position + tile, lengths[row]) // block)
