@@ -24,8 +24,14 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": xla.draw,
     "tpu": late(f"{__name__}.tpu", "draw"),
 }
-"""By name. An experiment adds its own in one line; "reference" is the definition, "xla" serves CPU and GPU, where there is no
-kernel: the logits stay in the caches that it passes over."""
+"""By name. An experiment adds its own in one line; "reference" is the definition, "xla" serves CPU and GPU."""
+
+REFUSED = {
+    "gpu": "a row of 262,144 weights, 1 MiB, does not fit what a multiprocessor has, so that a kernel would read it anew at "
+    "each step of its bisections, 31 a filter, or 16 of two bits; what XLA compiles for a GPU mostly reads rows 9 times and "
+    "writes them twice, with every multiprocessor at work on each"
+}
+"""Implementations that somebody might look for, and why there are none."""
 
 
 def draw(
@@ -53,5 +59,7 @@ def draw(
         ValueError: there is no such `impl`.
     """
     if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"sample has no implementation {impl!r}; there are {', '.join(IMPLEMENTATIONS)} (xla runs anywhere)")
+        why = f": {REFUSED[impl]}" if impl in REFUSED else ""
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"sample has no implementation {impl!r}; there are {known} (xla runs anywhere){why}")
     return IMPLEMENTATIONS[impl](logits, temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p, uniform=uniform)

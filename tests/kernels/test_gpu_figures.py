@@ -8,15 +8,19 @@ After a change that is meant to move the figures, rewrite the record:
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
 import pytest
 
-from pallas_kernels.aot import Figures
+from pallas_kernels.aot import Figures, search_path
 from pallas_kernels.gpu_figures import Assembled, kernels_in, largest
 from pallas_kernels.quant_matmul.gpu import SHARED_MEMORY, TOKENS
+from tests.conftest import ROOT
 from tests.kernels.ladder.compiled import GPU_FIGURES, compile_all, job, record_figures, recorded_figures, require
 
 MAX_REGISTERS = 168
@@ -92,6 +96,36 @@ def test_figures_are_near_the_recorded_ones() -> None:
     for name, figures in found.items():
         assert figures["shared_bytes"] == recorded[name]["shared_bytes"], name
         assert abs(figures["registers"] - recorded[name]["registers"]) <= TOLERANCE, f"{name}: {figures} for {recorded[name]}"
+
+
+@pytest.mark.slow
+def test_why_sampling_has_no_kernel_for_gpus() -> None:
+    """What XLA compiles goes over a row fewer times than the bisections of a kernel that cannot hold one would.
+
+    Once this fails, `pallas_kernels.sample.REFUSED` is to be thought over.
+    """
+    require("h200")
+    rows, vocab = 16, 262_144
+    command = [sys.executable, "-m", "tests.kernels.ladder.passes", str(rows), str(vocab)]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(search_path()))
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = {line.pop("name"): line for line in map(json.loads, result.stdout.splitlines())}
+    called = {callee for computation in found.values() for callee in computation["branches"] + computation["loops"]}
+    (entry,) = (name for name, computation in found.items() if computation["branches"] and name not in called)
+
+    def mostly(name: str) -> tuple[int, int, int]:
+        """Reads, writes and launches where every choice falls on the branch that does most, but for those that bisect."""
+        here = found[name]
+        assert not here["loops"]
+        branches = [mostly(branch) for branch in here["branches"] if not found[branch]["loops"]]
+        most = max(branches, default=(0, 0, 0))
+        return here["reads"] + most[0], here["writes"] + most[1], here["launches"] + most[2]
+
+    assert len([name for name in found if found[name]["loops"]]) == 1, "one branch bisects"
+    reads, writes, launches = mostly(entry)
+    assert (reads, writes) == (9, 2)
+    assert launches <= 30
 
 
 PRINTED = """

@@ -106,6 +106,10 @@ def test_ties_are_kept_together(impl: str) -> None:
 def test_unknown_implementations_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no implementation 'gpu'; there are reference, xla, tpu"):
         draw(make_logits(1, 10), **arguments([Settings()], np.zeros(1)), impl="gpu")
+    with pytest.raises(ValueError, match="does not fit what a multiprocessor has"):
+        draw(make_logits(1, 10), **arguments([Settings()], np.zeros(1)), impl="gpu")
+    with pytest.raises(ValueError, match=r"no implementation 'other'.*anywhere\)$"):
+        draw(make_logits(1, 10), **arguments([Settings()], np.zeros(1)), impl="other")
 
 
 @pytest.mark.slow
