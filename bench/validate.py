@@ -36,7 +36,8 @@ from jaxserve.host.cost_file import read_cost
 DESCRIPTION = """\
 Measure what steps cost here, replay a trace against a real server process over HTTP, simulate the same trace with these costs,
 and compare p50 and p95 of the time to the first token and between tokens. Choose --rate for about 60% of what the machine can
-do; on a machine that others use too the parts meet different machines, so look at the spread of a few runs.
+do. On a machine that others use too the parts meet different machines; --from-run then fits the costs to the steps that the
+server itself has run, which leaves everything but the costs to be held against it.
 """
 READY_SECONDS = 300.0
 TOLERANCE = 0.2
@@ -62,8 +63,8 @@ class Compared:
 
 
 @contextlib.contextmanager
-def serving(flags: Sequence[str]) -> Iterator[str]:
-    """A server process with these flags, ready; its address.
+def serving(command: Sequence[str]) -> Iterator[str]:
+    """A server process of this command, to which a port is added, once it is ready; its address.
 
     Raises:
         RuntimeError: it ended or was not ready in time.
@@ -72,7 +73,7 @@ def serving(flags: Sequence[str]) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, "-m", "jaxserve", "serve", *flags, "--port", str(port)])
+    process = subprocess.Popen([sys.executable, "-m", *command, "--port", str(port)])
     try:
         deadline = time.monotonic() + READY_SECONDS
         while not _is_ready(url):
@@ -151,15 +152,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_prompt=args.max_prompt,
             max_output=args.max_output,
         )
-        if args.cost is None:
-            args.cost = Path("results/cost.toml")
+        command = ["jaxserve", "serve", *engine_flags]
+        cost_file = args.cost or Path("results/cost.toml")
+        if args.from_run:
+            command = ["bench.recorded_server", *engine_flags, "--record", str(cost_file)]
+        elif args.cost is None:
             # In a process of its own, whose memory is gone when the server starts.
-            flags = [*engine_flags, "--out", str(args.cost)]
-            subprocess.run([sys.executable, "-m", "bench.calibrate", *flags], check=True)
-        cost, origin = read_cost(args.cost)
+            calibration = ["bench.calibrate", *engine_flags, "--out", str(cost_file)]
+            subprocess.run([sys.executable, "-m", *calibration], check=True)
         jobs = make_jobs(arrivals, args.seed)
-        with serving(engine_flags) as url:
+        with serving(command) as url:
             outcomes = asyncio.run(replay(url, jobs, make_jobs(arrivals[:3], args.seed + 1)))
+        cost, origin = read_cost(cost_file)
         setting = Setting(config, cost, origin.kv_bytes_per_token, request_seconds=origin.request_seconds)
         record, replica = predict(setting, arrivals)
     except (JaxserveError, RuntimeError, subprocess.CalledProcessError) as error:
@@ -189,6 +193,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     group = own.add_argument_group("validation")
     group.add_argument("--trace", type=Path, required=True, metavar="FILE", help="as for bench.simulate")
     group.add_argument("--cost", type=Path, metavar="FILE", help="step costs; default: measure them first")
+    group.add_argument("--from-run", action="store_true", help="fit the step costs to the server's own steps")
     group.add_argument("--rate", type=float, metavar="R", help="requests a second at random, instead of the trace's times")
     group.add_argument("--requests", type=int, default=200, metavar="N", help="the first N; default: %(default)s")
     group.add_argument("--max-prompt", type=int, default=0, metavar="N", help="cut longer prompts")

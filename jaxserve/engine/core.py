@@ -76,6 +76,8 @@ class EngineCore:
 
     Args:
         clock: seconds.
+
+    Attributes:
         on_step: called after each step whose time on the device could be told, with its plan and the seconds.
     """
 
@@ -91,7 +93,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._on_step = on_step
+        self.on_step = on_step
         self._max_in_flight = 2 if overlap else 1
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._failures_in_a_row = 0
@@ -177,8 +179,8 @@ class EngineCore:
         self._wait_seconds += wait_to - wait_from
         if wait_to - wait_from < DEVICE_WAS_IDLE_SECONDS:
             self._exposed_host_seconds += wait_from - self._host_since
-        elif self._on_step is not None:  # the device went from the last result, or from idleness, straight to this one
-            self._on_step(plan, wait_to - self._host_since)
+        elif self.on_step is not None:  # the device went from the last result, or from idleness, straight to this one
+            self.on_step(plan, wait_to - self._host_since)
         self._host_since = wait_to
 
     def _fail(self, error: Exception) -> list[TokenEvent]:

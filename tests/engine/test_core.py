@@ -316,3 +316,35 @@ class TestStats:
         stats = engine.core.stats()
         assert stats.exposed_host_seconds == exposed
         assert stats.wait_seconds == 3 * wait
+
+    @pytest.mark.parametrize(
+        ("overlap", "wait", "seconds"),
+        [
+            (False, 10.0, [10.0, 10.0, 10.0]),
+            # The next submit and the last commit are hidden behind the step, so they are part of its time.
+            (True, 10.0, [1.0 + 10.0, 0.25 + 1.0 + 10.0, 0.25 + 10.0]),
+            # Nobody can tell when the device was done.
+            (True, 0.0, []),
+        ],
+    )
+    def test_steps_whose_time_can_be_told_are_reported(self, monkeypatch, overlap, wait, seconds):
+        now = 100.0
+
+        def slowly(function, spent):
+            def call(*args):
+                nonlocal now
+                now += spent
+                return function(*args)
+
+            return call
+
+        engine = Engine(overlap=overlap)
+        reported = []
+        engine.core.on_step = lambda plan, took: reported.append((plan.step_id, took))
+        monkeypatch.setattr(engine.core, "_clock", lambda: now)
+        monkeypatch.setattr(engine, "submit", slowly(engine.submit, 1.0))
+        monkeypatch.setattr(Logged, "result", slowly(Logged.result, wait))
+        monkeypatch.setattr(engine.scheduler, "commit", slowly(engine.scheduler.commit, 0.25))
+        engine.core.add(make_request(max_tokens=3))
+        engine.run()
+        assert reported == list(enumerate(seconds))
