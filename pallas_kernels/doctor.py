@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from pallas_kernels import grouped_matmul, kv_update, paged_attention, quant_matmul, sample
 from pallas_kernels.aot import TARGETS, Figures, Job, Target, compile_jobs, missing
 from pallas_kernels.paged_attention.choose import Shape, choose, is_hopper
+from pallas_kernels.paged_attention.options import choose_options
+from pallas_kernels.tuned import default_folder
 
 EXAMPLE = Shape(
     num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=jnp.dtype("bfloat16"), kv_dtype=jnp.dtype("bfloat16")
@@ -121,6 +123,9 @@ def report(targets: Sequence[Target], write: Callable[[str], Any]) -> bool:
     for kernel in KERNELS:
         impl, reason = kernel.choose(device.platform, device.device_kind)
         write(f"\n{kernel.name}\n  here   {impl}: {reason}")
+        if kernel.name == "paged_attention":
+            tuned = choose_options(default_folder(), device.device_kind, impl, EXAMPLE)
+            write(f"         sizes: {'; '.join(filter(None, (tuned.problem, tuned.source)))}")
         for target in targets:
             for number, impl in enumerate(kernel.tried(target)):
                 found = figures.get((kernel.name, target.name, impl))

@@ -1,4 +1,4 @@
-"""Tuned options of attention: taken from a file for the kind of device, changing no value; a bad file costs its options only."""
+"""Tuned options of attention: taken from a file for the kind of device, changing no value; a bad file costs its options."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from jaxserve import launch
 from jaxserve.config import EngineConfig
 from jaxserve.models.sharding import make_mesh
+from pallas_kernels import doctor, tuned
 from pallas_kernels import paged_attention as package
-from pallas_kernels import tuned
 from pallas_kernels.page_layout import from_rows
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, cases
 from pallas_kernels.paged_attention.cases import Case, Inputs, make_inputs, real_tokens
@@ -90,6 +90,16 @@ def test_an_engine_compiles_with_them_and_says_so(
     write(tmp_path, "nonsense")
     assert build() == {}
     assert [record.levelname for record in caplog.records if "cannot be read" in record.message] == ["WARNING"]
+
+
+def test_the_doctor_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "default_folder", lambda: tmp_path)
+    path = tuned.save(tmp_path, "cpu", "paged_attention.xla", {"rows_per_turn": 8})
+    assert doctor.main(["--no-compile"]) == 0
+    assert f"sizes: {{'rows_per_turn': 8}} of {path}" in capsys.readouterr().out
+    write(tmp_path, "nonsense")
+    assert doctor.main(["--no-compile"]) == 0
+    assert "sizes: tuned options cannot be read: " in capsys.readouterr().out
 
 
 CASE = Case(
