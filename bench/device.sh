@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything that only a real NVIDIA GPU can tell, in under eight minutes: bench/device.sh [DIR] [SECTION...]
 #
-# Numerics of every GPU kernel, attention against the machine's own ceilings, the whole step of an 8B model. Each section
-# is a process with a time limit: what hangs or fails there costs the others nothing. Tables end the output; DIR holds
-# the logs and device.json. QUICK=1 shrinks all shapes for a machine without a GPU. PYTHON names the interpreter.
+# Numerics of every GPU kernel, attention and quantised products against the machine's own ceilings, the whole step of an
+# 8B model. Each section is a process with a time limit: what hangs or fails there costs the others nothing. Tables end
+# the output; DIR holds the logs and device.json. QUICK=1 shrinks all shapes for a machine without a GPU. PYTHON names the interpreter.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,9 +14,9 @@ export PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=3
 # PyTorch is measured beside us and needs some of the memory.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-.7}
 
-declare -A limits=([ceilings]=25 [numerics]=110 [decode_variants]=60 [decode]=90 [prefill]=80 [step]=110)
+declare -A limits=([ceilings]=25 [numerics]=100 [products]=50 [decode_variants]=50 [decode]=80 [prefill]=70 [step]=100)
 sections=("$@")
-if [[ ${#sections[@]} -eq 0 ]]; then sections=(ceilings numerics decode_variants decode prefill step); fi
+if [[ ${#sections[@]} -eq 0 ]]; then sections=(ceilings numerics products decode_variants decode prefill step); fi
 
 mkdir -p "$out"
 for section in "${sections[@]}"; do

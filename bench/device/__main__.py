@@ -23,11 +23,13 @@ from typing import Any
 from bench.device.attention import decode, decode_variants, prefill
 from bench.device.measure import Row, ceilings, print_table
 from bench.device.numerics import numerics
+from bench.device.products import products
 from bench.device.step import step
 
 SECTIONS: dict[str, Callable[[bool, Path], list[Row]]] = {
     "ceilings": ceilings,
     "numerics": numerics,
+    "products": products,
     "decode_variants": decode_variants,
     "decode": decode,
     "prefill": prefill,
