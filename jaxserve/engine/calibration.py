@@ -75,10 +75,10 @@ def _decode_points(bucket: Bucket, limits: RunnerLimits) -> Iterator[Point]:
 
 def _chunk_points(bucket: Bucket, limits: RunnerLimits) -> Iterator[Point]:
     for num_decodes in dict.fromkeys((0, bucket.num_single // 2, bucket.num_single)):
-        tokens = min(bucket.chunk_tokens, limits.max_step_tokens - num_decodes)
-        num_rows = min(bucket.chunk_rows, limits.max_seqs - num_decodes)
         longest = _longest(num_decodes + 1, limits)
-        if tokens < 2 or num_rows < 1 or longest < tokens:
+        tokens = min(bucket.chunk_tokens, limits.max_step_tokens - num_decodes, longest)
+        num_rows = min(bucket.chunk_rows, limits.max_seqs - num_decodes)
+        if tokens < 2 or num_rows < 1:
             continue
         context = min(limits.page_size, longest)
         yield Point(num_decodes, context, (tokens,))
