@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
@@ -124,6 +124,7 @@ class Watched(Replica):
         self.runner.submit = watched
 
 
+@cache
 def serve(*, target_ms: float) -> tuple[Watched, Record]:
     """Eight long answers, and a long prompt now and then."""
     engine = EngineConfig(
@@ -131,7 +132,7 @@ def serve(*, target_ms: float) -> tuple[Watched, Record]:
     )
     record = Record()
     replica = Watched(Setting(ServeConfig(model="m", engine=engine), COST, 1.0), record)
-    arrivals = [Arrival(0.0, 20, 400) for _ in range(8)] + [Arrival(1.0 + i, 4000, 4) for i in range(4)]
+    arrivals = [Arrival(0.0, 20, 250) for _ in range(8)] + [Arrival(1.0 + i, 4000, 4) for i in range(2)]
     for number, arrival in enumerate(arrivals):
         replica.advance(arrival.at)
         replica.offer(arrival, number)
@@ -160,7 +161,7 @@ def test_the_target_holds_in_use_of_a_model_that_is_wrong_by_half() -> None:
     replica.scheduler._pacer._cost = replace(
         COST, chunked=replace(chunked, seconds=tuple(s / 2 for s in chunked.seconds), per_product=chunked.per_product / 2)
     )
-    arrivals = [Arrival(0.0, 20, 1200) for _ in range(8)] + [Arrival(1.0 + i, 4000, 4) for i in range(12)]
+    arrivals = [Arrival(0.0, 20, 500) for _ in range(8)] + [Arrival(1.0 + i, 4000, 4) for i in range(5)]
     for number, arrival in enumerate(arrivals):
         replica.advance(arrival.at)
         replica.offer(arrival, number)
