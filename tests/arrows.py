@@ -41,7 +41,7 @@ ROOMS: dict[str, Room] = {
         (*ARRAYS, "safetensors", "gguf", "orbax", "tensorstore", "huggingface_hub", "tqdm"), NETWORK_AND_LOOPS
     ),
 }
-ROOF = ("jaxserve.launch", "jaxserve.__main__", "jaxserve.offline")
+ROOF = ("jaxserve.launch", "jaxserve.weights", "jaxserve.__main__", "jaxserve.offline")
 
 
 def check_tree(root: Path, packages: Iterable[str]) -> list[str]:

@@ -20,17 +20,18 @@ from jax.sharding import Mesh
 from checkpoints.checkpoint import open_checkpoint
 from jaxserve.config import EngineConfig, ModelConfig, model_config_from_hf
 from jaxserve.device.buckets import Bucket
+from jaxserve.device.build import build_runner
 from jaxserve.device.kv_scales import measure_scales
 from jaxserve.device.runner import DeviceRunner, Weights
 from jaxserve.engine.core import EngineCore, EngineStats
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
-from jaxserve.launch import build_runner, load_params
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import ParamSpec, map_specs, random_params
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import Runner, RunnerLimits, StepHandle, StepPlan
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from jaxserve.weights import load_params
 
 TINY_MODEL = ModelConfig(
     family="llama",

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from checkpoints.checkpoint import CheckpointError, open_checkpoint
 from jaxserve.config import ModelConfig, model_config_from_hf
 from jaxserve.errors import ConfigError
-from jaxserve.launch import load_params
 from jaxserve.models import llama
 from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to, random_params
 from jaxserve.models.sharding import make_mesh, padded_shape, partition_spec
+from jaxserve.weights import load_params
 from tests.references.load import TINY_NAMES, load_tiny, write_hf_directory
 
 MESHES = [1, 2, 4]

@@ -1,0 +1,126 @@
+"""A runner from an `EngineConfig`: data types, which attention, and how many pages the memory allows.
+
+Owns what is decided between what was asked for and what the machine has. Knows no checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.device.runner import DeviceRunner, page_bytes
+from jaxserve.errors import ConfigError
+from jaxserve.models.families import FAMILIES
+from jaxserve.models.params import abstract_params
+from jaxserve.plan import RunnerLimits
+from pallas_kernels.paged_attention.choose import Shape, choose
+from pallas_kernels.paged_attention.options import choose_options
+from pallas_kernels.tuned import default_folder
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_CONTEXT = 8192
+DEFAULT_CPU_KV_BYTES = 2 * 2**30
+"""On CPU memory is shared with everything else, and the pool is zeroed at start: take no more than this unasked."""
+
+
+def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> DeviceRunner:
+    """A runner, not yet warm, with its pool sized from `engine`."""
+    max_context = engine.max_context or min(model_config.max_position, DEFAULT_MAX_CONTEXT)
+    if max_context > model_config.max_position:
+        raise ConfigError(f"max_context is {max_context} but the model's positions end at {model_config.max_position}")
+    kv_dtype = kv_dtype_of(engine, dtype)
+    attention_impl, options = _choose_attention(engine, model_config, mesh, dtype, kv_dtype)
+    limits = RunnerLimits(
+        num_pages=_num_pages(engine, model_config, max_context, mesh, dtype, kv_dtype, attention_impl),
+        page_size=engine.page_size,
+        max_seqs=engine.max_seqs,
+        max_step_tokens=engine.max_step_tokens,
+        max_context=max_context,
+        vocab_size=model_config.vocab_size,
+    )
+    logger.info("mesh: %s; %s", dict(mesh.shape), limits)
+    return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options)
+
+
+def _choose_attention(
+    engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dtype: np.dtype, kv_dtype: np.dtype
+) -> tuple[str, Mapping[str, int]]:
+    """The implementation for one device's share of the heads, and its options that are tuned for the device."""
+    device = mesh.devices.flat[0]
+    num_kv_heads = -(-model_config.num_kv_heads // mesh.devices.size)
+    shape = Shape(
+        num_heads=num_kv_heads * (model_config.num_heads // model_config.num_kv_heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=model_config.head_dim,
+        page_size=engine.page_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+    try:
+        impl, reason = choose(device.platform, device.device_kind, shape, engine.attention)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    tuned = choose_options(default_folder(), device.device_kind, impl, shape)
+    if tuned.problem:
+        logger.warning("attention: %s", tuned.problem)
+    logger.info("attention: %s, since %s; sizes: %s", impl, reason, tuned.source)
+    return impl, tuned.options
+
+
+def dtype_of(engine: EngineConfig) -> np.dtype:
+    """Of weights and activations."""
+    name = engine.dtype
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return np.dtype(jax.numpy.dtype(name))
+
+
+def kv_dtype_of(engine: EngineConfig, dtype: np.dtype) -> np.dtype:
+    """Of the KV pools, beside weights in `dtype`."""
+    names = {"auto": dtype.name, "fp8": "float8_e4m3fn"}
+    return np.dtype(jax.numpy.dtype(names.get(engine.kv_dtype, engine.kv_dtype)))
+
+
+def _num_pages(
+    engine: EngineConfig,
+    model_config: ModelConfig,
+    max_context: int,
+    mesh: Mesh,
+    dtype: np.dtype,
+    kv_dtype: np.dtype,
+    attention_impl: str,
+) -> int:
+    """Pages of the pool: as configured, else what the memory allows and the sequences can use."""
+    if engine.num_pages:
+        return engine.num_pages
+    usable = engine.max_seqs * -(-max_context // engine.page_size)
+    memory = engine.kv_memory or _free_kv_bytes(mesh, _weight_bytes(model_config, mesh, dtype))
+    pages = min(usable, memory // page_bytes(model_config, engine.page_size, mesh, kv_dtype, attention_impl))
+    if pages * engine.page_size < 2 * engine.page_size:
+        raise ConfigError(f"{memory} bytes hold {pages} KV pages, which is too few; raise kv_memory or lower page_size")
+    return pages
+
+
+def _weight_bytes(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> int:
+    """Bytes that the parameters take of each device."""
+    abstract = abstract_params(FAMILIES[model_config.family].specs(model_config), mesh, dtype)
+    shards = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(abstract)]
+    return sum(shards) * dtype.itemsize
+
+
+def _free_kv_bytes(mesh: Mesh, weight_bytes: int) -> int:
+    """Bytes for KV that may be taken unasked: half of what the devices have free once each has its `weight_bytes`."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weight_bytes * mesh.size
+        return max(0, min(free // 2, DEFAULT_CPU_KV_BYTES))
+    stats = device.memory_stats()
+    return max(0, (stats["bytes_limit"] - stats["bytes_in_use"] - weight_bytes) // 2 * mesh.size)
