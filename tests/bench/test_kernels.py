@@ -195,6 +195,11 @@ def test_only_what_is_right_can_win() -> None:
     assert roofline("t", 1e9, 1e9, results[:1]) == ""
 
 
+def test_registers_of_gpu_kernels_are_shown() -> None:
+    result = Result("s", "ahead", temp_bytes=5, code_bytes=7, bundles=0, spills=12, registers=80, shared_bytes=4096)
+    assert table([result]).endswith("5 bytes of temporaries, 7 of code, 80 registers, 12 bytes spilled, 4,096 shared")
+
+
 def test_tuned_settings_of_other_kernels_stay(tmp_path: Path) -> None:
     tuned.save(tmp_path, "TPU v5 lite", "quant_matmul.tpu", {"rows": 128})
     path = tuned.save(tmp_path, "TPU v5 lite", "sample.tpu", {"chunk": 512})
