@@ -14,7 +14,7 @@ from tests.cached import CACHED
 from tests.near_ties import assert_same_outputs
 from tests.real_engines import TINY_MODEL, PlanLog, Run, run, tiny_runner
 
-pytestmark = [CACHED, pytest.mark.slow]
+pytestmark = [*CACHED, pytest.mark.slow]
 
 PAGE = 8
 ENGINE = EngineConfig(dtype="float32", max_seqs=32, max_step_tokens=256, max_context=320, num_pages=1024, page_size=PAGE)
