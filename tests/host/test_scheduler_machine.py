@@ -244,6 +244,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Plan and submit; whether there was something to plan."""
         running_before = [t.seq for t in self.live.values() if t.seq.slot is not None]
         unfinished = [seq for seq in running_before if seq.num_output + seq.in_flight < seq.max_output]
+        decoding = {seq for seq in unfinished if seq.num_tokens - seq.planned == 1}
         preempted_before = {t.seq.seq_id: t.seq.num_preemptions for t in self.live.values()}
         pages_before = {seq.seq_id: len(seq.pages) for seq in running_before}
         never_ran = [t.seq for t in self.live.values() if t.seq.turn < 0]
@@ -267,11 +268,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if fresh and waiting:
             assert max(map(importance, fresh)) < min(map(importance, waiting)), "one that waits was overtaken"
         planned = {row.seq_id for row in rows}
-        # Not only decodes: one is admitted on what is left, so even the last of those that run gets a token's room; unless
-        # a more urgent one took it.
-        most_urgent = min((seq.request.priority for seq in fresh), default=math.inf)
+        # Decodes always have their token; whose chunk found no room is less important than one whose chunk did.
         left_out = [seq for seq in unfinished if seq.seq_id not in planned and seq not in victims]
-        assert all(seq.request.priority > most_urgent for seq in left_out), "a running sequence got no row"
+        assert not decoding & set(left_out), "a running sequence got no row for its next token"
+        chunks = [importance(seqs[row.seq_id]) for row in rows if seqs[row.seq_id] not in decoding]
+        assert not left_out or min(chunks) < min(map(importance, left_out)), "a running sequence got no row"
         if not rows and not self.driver.in_flight:
             assert not self.live, "nothing is in flight and nothing was planned, yet requests live: they are stuck"
         return bool(rows)
