@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from jaxserve.errors import JaxserveError
 from jaxserve.flags import add_engine_flags, add_http_flags, add_model_flags, serve_config_from_args
 from jaxserve.host.cost import BucketFor, work_of
 from jaxserve.host.cost_file import format_cost
-from jaxserve.host.fit import Sample, fit_cost
+from jaxserve.host.fit import Sample, fit_cost, spread_of
 from jaxserve.plan import StepPlan
 
 
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench.recorded_server: error: {error}", file=sys.stderr)
         return 2
     args.record.parent.mkdir(parents=True, exist_ok=True)
-    args.record.write_text(format_cost(cost, origin_of(config.model, cost, samples, kv_bytes_per_token)))
+    origin = replace(origin_of(config.model, cost, samples, kv_bytes_per_token), spread=spread_of(cost, samples))
+    args.record.write_text(format_cost(cost, origin))
     print(f"costs of {len(samples)} steps written to {args.record}", file=sys.stderr)
     return code
 

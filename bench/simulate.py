@@ -63,7 +63,7 @@ def _setting(args: argparse.Namespace) -> Setting:
         raise ConfigError(
             f"{args.cost} has no origin.kv_bytes_per_token, so the KV pool's size is unknown; give --num-pages N"
         )
-    return Setting(config, cost, kv_bytes, request_seconds=origin.request_seconds)
+    return Setting(config, cost, kv_bytes, origin.request_seconds, origin.spread)
 
 
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:

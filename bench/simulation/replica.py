@@ -38,12 +38,14 @@ class Setting:
     Attributes:
         kv_bytes_per_token: of the model, from which the pool's pages follow where `config` gives memory.
         request_seconds: from a request's arrival at an idle server to the engine.
+        spread: how much single steps vary; see `CostRunner`.
     """
 
     config: ServeConfig
     cost: StepCost
     kv_bytes_per_token: float
     request_seconds: float = 0.0
+    spread: tuple[float, ...] = ()
 
 
 def limits_of(setting: Setting) -> RunnerLimits:
@@ -87,7 +89,7 @@ class Replica:
         pacer = None
         if engine.slo_itl_ms:
             pacer = Pacer(setting.cost, buckets, bucket_for, target_seconds=engine.slo_itl_ms / 1e3)
-        self.runner = CostRunner(limits, setting.cost, bucket_for, self.clock)
+        self.runner = CostRunner(limits, setting.cost, bucket_for, self.clock, setting.spread)
         self.scheduler = Scheduler(
             limits,
             prefill_chunk=engine.prefill_chunk,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from jaxserve.host.cost import BucketFor, StepCost, work_of
@@ -44,16 +45,23 @@ class CostHandle:
 class CostRunner:
     """`plan.Runner`: steps take what `cost` says, one after the other.
 
+    Args:
+        spread: quantiles of a factor on that, drawn for each step on its own; empty for none.
+
     Attributes:
         busy_seconds: spent in steps.
         num_steps: submitted so far.
     """
 
-    def __init__(self, limits: RunnerLimits, cost: StepCost, bucket_for: BucketFor, clock: VirtualClock) -> None:
+    def __init__(
+        self, limits: RunnerLimits, cost: StepCost, bucket_for: BucketFor, clock: VirtualClock, spread: tuple[float, ...] = ()
+    ) -> None:
         self._limits = limits
         self._cost = cost
         self._bucket_for = bucket_for
         self._clock = clock
+        self._spread = spread
+        self._random = random.Random(0)
         self._ready_at = 0.0
         self.busy_seconds = 0.0
         self.num_steps = 0
@@ -64,6 +72,8 @@ class CostRunner:
 
     def submit(self, plan: StepPlan) -> CostHandle:
         seconds = self._cost.seconds(work_of(plan, self._bucket_for))
+        if self._spread:
+            seconds *= self._spread[self._random.randrange(len(self._spread))]
         self._ready_at = max(self._ready_at, self._clock.now) + seconds
         self.busy_seconds += seconds
         self.num_steps += 1

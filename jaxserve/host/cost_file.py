@@ -27,6 +27,7 @@ class CostOrigin:
         median_error, p95_error: of the fit on those, as shares of the measured times.
         kv_bytes_per_token: K and V of one position in all layers, from which the pool's size follows.
         request_seconds: that a request spends outside the engine, on its way in and out.
+        spread: evenly spaced quantiles of measured over predicted, of single steps; empty where they were not looked at.
         note: anything else that a reader should know.
     """
 
@@ -38,6 +39,7 @@ class CostOrigin:
     p95_error: float = 0.0
     kv_bytes_per_token: float = 0.0
     request_seconds: float = 0.0
+    spread: tuple[float, ...] = ()
     note: str = ""
 
 
@@ -92,13 +94,22 @@ def parse_cost(text: str, *, where: str) -> tuple[StepCost, CostOrigin]:
     unknown = sorted(values.keys() - {"origin", "fitted", "chip"})
     if unknown or ("fitted" in values) == ("chip" in values):
         raise ConfigError(f"{where}: expected a table [chip] or [fitted], and [origin] if you like, found {sorted(values)}")
-    origin = from_mapping(CostOrigin, values.get("origin", {}), where=f"{where}: origin")
+    origin = _origin(values.get("origin", {}), f"{where}: origin")
     if "chip" in values:
         return from_mapping(ChipCost, values["chip"], where=f"{where}: chip"), origin
     tables = {name: _kind(table, f"{where}: fitted.{name}") for name, table in values["fitted"].items()}
     if set(tables) != {"decode", "chunked"}:
         raise ConfigError(f"{where}: expected [fitted.decode] and [fitted.chunked], found {sorted(tables)}")
     return FittedCost(**tables), origin
+
+
+def _origin(table: Any, where: str) -> CostOrigin:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a table, found {table!r}")
+    spread = table.get("spread", [])
+    if not isinstance(spread, list) or not all(type(value) in (int, float) and value > 0 for value in spread):
+        raise ConfigError(f"{where}: spread must be an array of positive numbers, found {spread!r}")
+    return from_mapping(CostOrigin, {**table, "spread": tuple(spread)}, where=where)
 
 
 def _kind(table: Any, where: str) -> KindCost:

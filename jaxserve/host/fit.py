@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from jaxserve.errors import ConfigError
 from jaxserve.host.cost import FittedCost, KindCost, StepCost, StepWork
 
+NUM_REWEIGHTINGS = 3
+NUM_SPREAD = 41
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -37,21 +40,27 @@ def relative_errors(cost: StepCost, samples: Sequence[Sample]) -> list[float]:
     return sorted(abs(cost.seconds(sample.work) / sample.seconds - 1) for sample in samples)
 
 
+def spread_of(cost: StepCost, samples: Sequence[Sample]) -> tuple[float, ...]:
+    """Evenly spaced quantiles, from the least to the most, of measured over predicted: how much steps vary."""
+    ratios = sorted(sample.seconds / cost.seconds(sample.work) for sample in samples)
+    return tuple(ratios[round(index * (len(ratios) - 1) / (NUM_SPREAD - 1))] for index in range(NUM_SPREAD))
+
+
 def _fit_kind(samples: Sequence[Sample], what: str) -> KindCost:
     if not samples:
         raise ConfigError(f"no step with {what} was measured, so there is nothing to fit")
     if min(sample.seconds for sample in samples) <= 0:
         raise ConfigError(f"a step with {what} took no time; the clock is too coarse to fit anything")
     places = sorted({sample.work.places for sample in samples})
-    columns, targets = [], []
-    for sample in samples:
-        work = sample.work
-        # The empty step's time is a sum of steps up from the smallest size, so that it cannot fall.
-        up = [float(work.places >= size) for size in places]
-        inside = (work.num_rows, work.num_chunks, work.context_read, work.chunk_context, work.chunk_products)
-        columns.append([value / sample.seconds for value in (*up, *inside)])
-        targets.append(1.0)
-    solution = non_negative_least_squares(columns, targets)
+    columns = [_columns(sample.work, places) for sample in samples]
+    # Errors are relative to what is predicted: relative to what was measured, a slow step would count less than a fast one.
+    expected = [sample.seconds for sample in samples]
+    for _ in range(1 + NUM_REWEIGHTINGS):
+        rows = [[value / scale for value in row] for row, scale in zip(columns, expected, strict=True)]
+        targets = [sample.seconds / scale for sample, scale in zip(samples, expected, strict=True)]
+        solution = non_negative_least_squares(rows, targets)
+        predicted = [sum(value * x for value, x in zip(row, solution, strict=True)) for row in columns]
+        expected = [value if value > 0 else scale for value, scale in zip(predicted, expected, strict=True)]
     rises, (per_row, per_chunk, per_context, per_chunk_context, per_product) = solution[: len(places)], solution[len(places) :]
     return KindCost(
         places=tuple(places),
@@ -62,6 +71,12 @@ def _fit_kind(samples: Sequence[Sample], what: str) -> KindCost:
         per_chunk_context=per_chunk_context,
         per_product=per_product,
     )
+
+
+def _columns(work: StepWork, places: Sequence[int]) -> list[float]:
+    # The empty step's time is a sum of rises from the smallest size up, so that it cannot fall.
+    up = [float(work.places >= size) for size in places]
+    return [*up, work.num_rows, work.num_chunks, work.context_read, work.chunk_context, work.chunk_products]
 
 
 def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:

@@ -11,7 +11,7 @@ from jaxserve.device.buckets import choose_bucket, enumerate_buckets
 from jaxserve.errors import ConfigError
 from jaxserve.host.cost import ChipCost, FittedCost, KindCost, StepWork, chunk_products, work_of
 from jaxserve.host.cost_file import CostOrigin, format_cost, parse_cost, read_cost
-from jaxserve.host.fit import Sample, fit_cost, non_negative_least_squares, relative_errors
+from jaxserve.host.fit import Sample, fit_cost, non_negative_least_squares, relative_errors, spread_of
 from tests.host.driver import Driver, make_limits
 
 DECODE = KindCost(places=(1, 8, 32), seconds=(0.010, 0.012, 0.020), per_row=1e-5, per_context=1e-6)
@@ -123,6 +123,17 @@ def test_noise_moves_the_fit_by_no_more_than_itself() -> None:
     assert errors[len(errors) // 2] < 0.05
 
 
+def test_the_fit_is_to_the_mean_where_steps_vary() -> None:
+    """Relative to what was measured it would be the harmonic mean, which is low, and so would be every prediction."""
+    work = StepWork(8, False, 8, 0, 800, 0, 0)
+    varying = [Sample(work, seconds) for seconds in (0.01, 0.01, 0.01, 0.05)]
+    chunks = [sample for sample in make_samples(COST) if sample.work.chunked]
+    fitted = fit_cost([*varying, *chunks])
+    assert fitted.seconds(work) == pytest.approx(0.02)
+    spread = spread_of(fitted, varying)
+    assert (spread[0], spread[20], spread[-1]) == pytest.approx((0.5, 0.5, 2.5))
+
+
 def test_what_would_be_negative_is_zero() -> None:
     falling = [Sample(StepWork(8, False, rows, 0, 100 * rows, 0, 0), 0.02 - 0.001 * rows) for rows in range(1, 9)]
     chunks = [sample for sample in make_samples(COST) if sample.work.chunked]
@@ -147,7 +158,15 @@ def test_a_kind_that_was_not_measured_is_named() -> None:
 
 
 def test_files_are_read_back(tmp_path: Path) -> None:
-    origin = CostOrigin(model='a "b" \\ c', machine="m", date="2026-01-02", num_steps=3, median_error=0.02, p95_error=0.1)
+    origin = CostOrigin(
+        model='a "b" \\ c',
+        machine="m",
+        date="2026-01-02",
+        num_steps=3,
+        median_error=0.02,
+        p95_error=0.1,
+        spread=(0.5, 1.25, 3.0),
+    )
     path = tmp_path / "cost.toml"
     path.write_text(format_cost(COST, origin))
     assert read_cost(path) == (COST, origin)
