@@ -79,7 +79,7 @@ class EngineConfig:
         overlap: dispatch step n+1 before the tokens of step n are read.
         slo_itl_ms: milliseconds between two tokens of a sequence: prompts are cut into chunks that keep it for sequences
             that decode meanwhile; 0 for no target.
-        step_cost: file that `python -m bench.calibrate` wrote, from which the target predicts; "" measures at start-up.
+        step_cost: file that "python -m bench.calibrate" wrote, from which the target predicts; "" measures at start-up.
         compile_cache: directory of the persistent compilation cache; "" for the default under the user's cache folder.
     """
 

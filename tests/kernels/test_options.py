@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import launch
 from jaxserve.config import EngineConfig
+from jaxserve.device import build
 from jaxserve.models.sharding import make_mesh
 from pallas_kernels import doctor, tuned
 from pallas_kernels import paged_attention as package
@@ -75,20 +75,20 @@ def test_an_engine_compiles_with_them_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = EngineConfig(dtype="float32", max_seqs=4, max_step_tokens=64, max_context=160, num_pages=100, page_size=8)
-    monkeypatch.setattr(launch, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(build, "default_folder", lambda: tmp_path)
     caplog.set_level(logging.INFO)
 
-    def build() -> object:
+    def build_again() -> object:
         caplog.clear()
-        return launch.build_runner(engine, TINY_MODEL, make_mesh(1), np.dtype(np.float32))._attention_options
+        return build.build_runner(engine, TINY_MODEL, make_mesh(1), np.dtype(np.float32))._attention_options
 
-    assert build() == {}
+    assert build_again() == {}
     assert "nothing is tuned for paged_attention.xla on cpu" in caplog.text
     path = tuned.save(tmp_path, "cpu", "paged_attention.xla", {"chunk_tile": 16})
-    assert build() == {"chunk_tile": 16}
+    assert build_again() == {"chunk_tile": 16}
     assert str(path) in caplog.text
     write(tmp_path, "nonsense")
-    assert build() == {}
+    assert build_again() == {}
     assert [record.levelname for record in caplog.records if "cannot be read" in record.message] == ["WARNING"]
 
 
