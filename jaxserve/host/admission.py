@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from jaxserve.errors import InvalidRequest, NotReady, QueueFull
-from jaxserve.host.backlog import Backlog, Entry
-from jaxserve.host.overload import DrainRate, Margin, PromptSpeed, RecentService, ShedShare
+from jaxserve.host.backlog import Backlog, Entry, InService
+from jaxserve.host.forecast import FirstTokens
+from jaxserve.host.overload import FinishRate, ShedShare
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import BATCH_PRIORITY, FinishReason, Request, TokenEvent, check_token_ids
 
-RATE_WINDOW_SECONDS = 30.0
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 60.0
 
@@ -32,9 +32,6 @@ BATCH_QUEUE_SHARE = 0.75
 TENANT_QUEUE_FACTOR = 2.0
 """A tenant among others may have so many times as much waiting as is still free (dynamic thresholds, Choudhury and Hahne,
 1998): two thirds of the queue when it is alone, less when more of them crowd it, and always room for the next."""
-
-CALIBRATION_SHARE = 0.75
-"""Only forecasts of at least this part of the target teach the margin: whether shorter ones are kept matters to nobody."""
 
 
 def validate(request: Request, limits: RunnerLimits) -> None:
@@ -104,11 +101,9 @@ class Admission:
     requests calls `admit` (and `forget` for one that it then does not hand on); the one that sees the engine's events
     calls `observe`, once for all events of a step. These may be two threads: a lock guards the counters.
 
-    With a target for the time to the first token, a request is refused when its own would miss it: the prompt tokens that
-    go before it over the rate at which they have drained lately, and its own at the speed of a prompt alone, stretched by
-    the margin that forecasts have needed. Two are let in all the same: one of batch priority, for which no time is kept, and
-    one that nothing goes before, since waiting would not help it. Before a rate is known, as many may wait as there are
-    slots.
+    With a target for the time to the first token, a request is refused when its own would miss it, as `forecast` foresees it.
+    Two are let in all the same: one of batch priority, for which no time is kept, and one that nothing goes before, since
+    waiting would not help it.
 
     Args:
         max_queue_requests, max_queue_tokens: what may wait; 0 tokens for four times what the KV pool holds.
@@ -141,14 +136,9 @@ class Admission:
         self._lock = threading.Lock()
         self._draining = False
         self._backlog = Backlog()
-        self._started: dict[str, int] = {}
-        self._finished: deque[tuple[float, int]] = deque()
-        self._finished_tokens = 0
-        self._busy_since = 0.0
-        self._drain_rate = DrainRate()
-        self._prompt_speed = PromptSpeed()
-        self._service = RecentService()
-        self._margin = Margin()
+        self._in_service = InService()
+        self._finish_rate = FinishRate()
+        self._first_tokens = FirstTokens(limits, slo_ttft_seconds, self._backlog, self._in_service)
         self._shed = ShedShare()
         self.num_admitted = 0
         self.refused: Counter[str] = Counter()
@@ -170,12 +160,12 @@ class Admission:
     @property
     def drain_rate(self) -> float | None:
         """Prompt tokens a second that leave the queue while there is a backlog; None while that is unknown."""
-        return self._drain_rate.tokens_per_second
+        return self._first_tokens.drain_rate.tokens_per_second
 
     @property
     def margin(self) -> float:
         """The factor by which forecasts of the time to the first token are stretched."""
-        return self._margin.factor
+        return self._first_tokens.margin.factor
 
     @property
     def shed_share(self) -> float:
@@ -228,14 +218,14 @@ class Admission:
 
     def _check_ids(self, requests: tuple[Request, ...]) -> None:
         ids = [request.request_id for request in requests]
-        live = [i for i in ids if i in self._backlog or i in self._started]
+        live = [i for i in ids if i in self._backlog or i in self._in_service]
         if live or len(set(ids)) < len(ids):
             raise InvalidRequest(f"request_id must be unique among live requests, found {live or ids}")
 
     def _let_in(self, requests: tuple[Request, ...], forecast: float | None) -> None:
         now = self._clock()
-        if not self._backlog and not self._started:
-            self._busy_since = now
+        if not self._backlog and not self._in_service:
+            self._finish_rate.begin(now)
         for request in requests:
             entry = Entry(
                 priority=request.priority,
@@ -277,93 +267,68 @@ class Admission:
             )
 
     def _check_time(self, request: Request, num_tokens: int) -> float | None:
-        """The forecast of the time to the first token, stretched by the margin, where there is a target for it."""
+        """The forecast of the time to the first token, where there is a target for it."""
         if not self._slo or request.priority >= BATCH_PRIORITY:
             return None
-        rate = self._drain_rate.tokens_per_second
-        if rate is None:
-            if self._backlog.requests_ahead(request.priority) >= self._limits.max_seqs:
-                raise QueueFull(
-                    f"{self._limits.max_seqs} requests wait and no rate is known yet at which they drain",
-                    retry_after=MIN_RETRY_SECONDS,
-                    code="too_late",
-                )
-            return None
-        now = self._clock()
-        ahead = self._backlog.tokens_ahead(
-            request.priority, request.tenant, request.weight, num_tokens, lambda tenant: self._service.tokens(now, tenant)
-        )
-        alone = num_tokens / max(rate, self._prompt_speed.tokens_per_second(now))
-        forecast = (ahead / rate + alone) * self._margin.factor
-        if ahead and forecast > self._slo:
+        forecast = self._first_tokens.forecast(request, num_tokens, self._clock())
+        if forecast.tokens_ahead and forecast.seconds > self._slo:
             raise QueueFull(
-                f"the first token would come after about {forecast:.2f} s, later than the {self._slo:g} s that this server "
-                f"holds itself to: {ahead:.0f} prompt tokens go before, and {rate:.0f} a second drain",
-                retry_after=_bounded(forecast - self._slo),
+                f"the first token would come {forecast}, and this server holds itself to {self._slo:g} s: "
+                f"{forecast.tokens_ahead:.0f} prompt tokens go before",
+                retry_after=_whole(forecast.seconds - self._slo),
                 code="too_late",
             )
-        return forecast
+        return forecast.seconds
 
     def _seconds_to_drain(self, num_requests: int, num_tokens: int) -> float:
         """Seconds in which so many requests and prompt tokens leave, at the rate at which requests finished lately."""
-        now = self._clock()
-        self._drop_old(now)
-        if not self._finished:
-            return MIN_RETRY_SECONDS
-        since = min(self._busy_since, self._finished[0][0])
-        window = max(1.0, min(RATE_WINDOW_SECONDS, now - since))
-        return _bounded(window * max(num_requests / len(self._finished), num_tokens / self._finished_tokens))
-
-    def _drop_old(self, now: float) -> None:
-        while self._finished and self._finished[0][0] <= now - RATE_WINDOW_SECONDS:
-            self._finished_tokens -= self._finished.popleft()[1]
+        return _whole(self._finish_rate.seconds_until(self._clock(), num_requests, num_tokens))
 
     def observe(self, events: Iterable[TokenEvent]) -> None:
         """Take note of a step's events: a first token ends the wait, a finish counts towards the rate."""
         with self._lock:
             now = self._clock()
-            drained = 0
+            started = []
+            num_ended = 0
+            num_running = len(self._in_service)
             for event in events:
-                entry = self._start(event.request_id)
+                entry = self._backlog.remove(event.request_id)
                 if entry is not None and event.tokens:
-                    drained += entry.num_tokens
-                    self._learn(entry, now)
+                    started.append(entry)
+                    self._in_service.start(event, entry)
+                else:
+                    self._in_service.add_tokens(event)
                 if event.finish_reason is not None:
-                    weight = self._started.pop(event.request_id, None)
-                    if weight is not None and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                        self._count_finished(weight, now)
-            self._drain_rate.observe(now, drained, self._backlog.oldest)
+                    num_ended += self._end(event, now)
+            self._first_tokens.observe(now, started, num_running=num_running, num_ended=num_ended)
 
-    def _learn(self, entry: Entry, now: float) -> None:
-        self._prompt_speed.observe(now, entry.num_tokens, now - entry.since)
-        self._service.observe(now, entry.tenant, entry.num_tokens)
-        if entry.forecast is not None and entry.forecast >= CALIBRATION_SHARE * self._slo:
-            self._margin.observe(entry.forecast, now - entry.since)
-
-    def _start(self, request_id: str) -> Entry | None:
-        entry = self._backlog.remove(request_id)
-        if entry is not None:
-            self._started[request_id] = entry.num_tokens
-        return entry
-
-    def _count_finished(self, weight: int, now: float) -> None:
-        self._drop_old(now)
-        self._finished.append((now, weight))
-        self._finished_tokens += weight
+    def _end(self, event: TokenEvent, now: float) -> bool:
+        """Whether the request, which has finished, had run."""
+        running = self._in_service.end(event.request_id)
+        if running is not None and event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._finish_rate.observe(now, running.num_prompt)
+        return running is not None
 
     def forget(self, request_id: str) -> None:
         """Undo `admit` for a request of which the engine will give no event; others are ignored."""
         with self._lock:
-            self._start(request_id)
-            self._started.pop(request_id, None)
+            self._backlog.remove(request_id)
+            num_running = len(self._in_service)
+            if self._in_service.end(request_id) is not None:
+                self._first_tokens.observe_abort(self._clock(), num_running)
 
     def check_integrity(self) -> None:
         """Assert that the sums are those of their parts."""
         with self._lock:
             self._backlog.check_integrity()
-            assert self._finished_tokens == sum(weight for _, weight in self._finished), "finished tokens do not add up"
-            assert not any(request_id in self._backlog for request_id in self._started), "a request both waits and runs"
+            self._in_service.check_integrity()
+            self._finish_rate.check_integrity()
+            ids = self._backlog.ids()
+            assert not any(request_id in self._in_service for request_id in ids), "a request both waits and runs"
 
 
-def _bounded(seconds: float) -> float:
+def _whole(seconds: float) -> float:
+    """Seconds for a client to wait, bounded. When nobody knows, a retry is worth it soon."""
+    if math.isinf(seconds):
+        return MIN_RETRY_SECONDS
     return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, float(math.ceil(seconds))))

@@ -1,4 +1,4 @@
-"""What waits for its first token, by priority and tenant, and how much of it goes before a newcomer.
+"""What waits for its first token, by priority and tenant, how much of it goes before a newcomer, and what has begun.
 
 Owns the sums. Does not know limits, rates or the order within a tenant.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from jaxserve.request import TokenEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,10 @@ class Backlog:
     def oldest(self) -> float | None:
         """When the one came that has waited longest, or None when nothing waits."""
         return next(iter(self._entries.values())).since if self._entries else None
+
+    def ids(self) -> list[str]:
+        """Of the requests that wait."""
+        return list(self._entries)
 
     def add(self, request_id: str, entry: Entry) -> None:
         """Add an entry, whose id must be new. Entries come in order of time."""
@@ -127,3 +133,62 @@ class Backlog:
         }
         assert found == sums, f"flows are {found}, their entries sum to {sums}"
         assert self.num_tokens == sum(entry.num_tokens for entry in self._entries.values()), "queued tokens do not add up"
+
+
+@dataclass(slots=True)
+class Running:
+    """A request that has its first token and has not ended.
+
+    Attributes:
+        num_tokens: of its prompt and output, without those of the prompt that it found cached.
+    """
+
+    priority: int
+    num_prompt: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class InService:
+    """What runs, by request id; all but `num_at` is O(1).
+
+    Attributes:
+        num_tokens: of all of them.
+    """
+
+    num_tokens: int = 0
+    _running: dict[str, Running] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._running
+
+    def start(self, event: TokenEvent, entry: Entry) -> None:
+        """Add the request of `entry`, whose first tokens `event` has."""
+        num_tokens = event.num_prompt - event.num_cached + len(event.tokens)
+        self._running[event.request_id] = Running(entry.priority, entry.num_tokens, num_tokens)
+        self.num_tokens += num_tokens
+
+    def add_tokens(self, event: TokenEvent) -> None:
+        """Count further tokens; those of requests that are not here are ignored."""
+        running = self._running.get(event.request_id)
+        if running is not None:
+            running.num_tokens += len(event.tokens)
+            self.num_tokens += len(event.tokens)
+
+    def end(self, request_id: str) -> Running | None:
+        """Remove and return a request; None when it is not here."""
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            self.num_tokens -= running.num_tokens
+        return running
+
+    def num_at(self, priority: int) -> int:
+        """Requests at this priority and at more urgent ones."""
+        return sum([running.priority <= priority for running in self._running.values()])
+
+    def check_integrity(self) -> None:
+        """Assert that the sum is that of its parts."""
+        assert self.num_tokens == sum(running.num_tokens for running in self._running.values()), "running tokens do not add up"

@@ -1,15 +1,20 @@
 """What a queue in front of an engine can promise: how fast it drains, when a newcomer's first token comes, what was shed.
 
-Owns measurements only, each of constant memory. Does not know requests, limits or whom to refuse.
+Owns measurements only, each of bounded memory. Does not know requests, limits or whom to refuse.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
+
+RATE_WINDOW_SECONDS = 30.0
 
 MEMORY_SECONDS = 10.0
 """Seconds of backlog after which a measured drain rate counts for 1/e."""
+
+TURNOVER_MEMORY_SECONDS = 30.0
 
 MAX_TENANTS = 1024
 
@@ -25,7 +30,7 @@ planned before it came, and its own."""
 
 TARGET_MISSES = 0.03
 MARGIN_GAIN = 0.1
-MIN_MARGIN, MAX_MARGIN = 0.5, 8.0
+FIRST_MARGIN, MIN_MARGIN, MAX_MARGIN = 1.5, 0.5, 8.0
 
 SHARE_SECONDS = 60
 
@@ -64,6 +69,76 @@ class DrainRate:
         if self._seconds < MIN_BACKLOG_SECONDS or not self._tokens:
             return None
         return self._tokens / self._seconds
+
+
+class FinishRate:
+    """Requests and prompt tokens that finish a second, over the last `RATE_WINDOW_SECONDS` in which there were any."""
+
+    def __init__(self) -> None:
+        self._finished: deque[tuple[float, int]] = deque()
+        self._num_tokens = 0
+        self._busy_since = 0.0
+
+    def begin(self, now: float) -> None:
+        """Take note that there is something to do again."""
+        self._busy_since = now
+
+    def observe(self, now: float, num_tokens: int) -> None:
+        """Take note of a request that has finished, of so many prompt tokens."""
+        self._drop_old(now)
+        self._finished.append((now, num_tokens))
+        self._num_tokens += num_tokens
+
+    def seconds_until(self, now: float, num_requests: int, num_tokens: int) -> float:
+        """Seconds in which so many finish; infinite while none has lately."""
+        self._drop_old(now)
+        if not self._finished:
+            return math.inf
+        since = min(self._busy_since, self._finished[0][0])
+        window = max(1.0, min(RATE_WINDOW_SECONDS, now - since))
+        return window * max(num_requests / len(self._finished), num_tokens / self._num_tokens)
+
+    def _drop_old(self, now: float) -> None:
+        while self._finished and self._finished[0][0] <= now - RATE_WINDOW_SECONDS:
+            self._num_tokens -= self._finished.popleft()[1]
+
+    def check_integrity(self) -> None:
+        """Assert that the sum is that of its parts."""
+        assert self._num_tokens == sum(num_tokens for _, num_tokens in self._finished), "finished tokens do not add up"
+
+
+class Turnover:
+    """How soon a running request ends: ends over the time that slots were held, which those that still run add to.
+
+    So it is right from the first end on, although the short ones end first.
+    """
+
+    def __init__(self) -> None:
+        self._ends = 0.0
+        self._slot_seconds = 0.0
+        self._since = 0.0
+
+    def observe(self, now: float, *, num_running: int, num_ended: int, waits: Iterable[float] = ()) -> None:
+        """Take note of what happened since the last time.
+
+        Args:
+            num_running: how many ran all the while.
+            num_ended: how many of these and of new ones have ended now.
+            waits: seconds that each new one waited, for the last step of which it had a slot.
+        """
+        seconds = now - self._since
+        self._since = now
+        held = seconds * num_running + sum([min(wait, seconds) for wait in waits])
+        if num_running or num_ended:
+            kept = math.exp(-seconds / TURNOVER_MEMORY_SECONDS) if num_running else 1.0
+            self._ends = self._ends * kept + num_ended
+            self._slot_seconds = self._slot_seconds * kept + held
+
+    def seconds_until(self, num_ends: float, num_running: int) -> float:
+        """Seconds in which so many end while `num_running` run; infinite while none was seen to end."""
+        if num_ends <= 0:
+            return 0.0
+        return num_ends * self._slot_seconds / (self._ends * num_running) if self._ends else math.inf
 
 
 class RecentService:
@@ -115,7 +190,7 @@ class Margin:
     """
 
     def __init__(self) -> None:
-        self.factor = 1.0
+        self.factor = FIRST_MARGIN
 
     def observe(self, forecast: float, found: float) -> None:
         """Take note of how long it took, in the unit of the forecast, which was stretched by the factor of its time."""

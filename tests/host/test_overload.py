@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 
 import pytest
 
-from jaxserve.host.overload import DrainRate, Margin, PromptSpeed, ShedShare
+from jaxserve.host import overload
+from jaxserve.host.overload import DrainRate, FinishRate, Margin, PromptSpeed, RecentService, ShedShare, Turnover
 from jaxserve.request import BATCH_PRIORITY
 from tests.host.virtual_server import LIMITS, Arrival, VirtualServer, merge, percentile, poisson
 
@@ -50,6 +52,62 @@ class TestDrainRate:
         assert rate.tokens_per_second == pytest.approx(100, rel=0.05)
 
 
+class TestTurnover:
+    def test_nobody_knows_before_one_has_ended(self) -> None:
+        turnover = Turnover()
+        assert turnover.seconds_until(0.0, 4) == 0.0
+        for second in range(10):
+            turnover.observe(float(second), num_running=4, num_ended=0)
+        assert turnover.seconds_until(1.0, 4) == math.inf
+
+    def test_the_first_end_is_set_against_all_that_still_run(self) -> None:
+        """The short ones end first: of 10 that ran for 5 s, one end says 50 s a request, not 5."""
+        turnover = Turnover()
+        turnover.observe(0.0, num_running=0, num_ended=0)
+        turnover.observe(5.0, num_running=10, num_ended=1)
+        assert turnover.seconds_until(2.0, 10) == pytest.approx(10.0)
+
+    def test_it_is_the_length_of_a_stay(self) -> None:
+        turnover = Turnover()
+        for step in range(1000):  # 8 run for 4 s each, so that one ends each half second
+            turnover.observe(step * 0.5, num_running=8, num_ended=1)
+        assert turnover.seconds_until(3.0, 8) == pytest.approx(1.5, rel=0.01)
+
+    def test_those_that_end_with_their_first_token_held_a_slot_for_a_step(self) -> None:
+        turnover = Turnover()
+        for step in range(1000):
+            turnover.observe(step * 0.1, num_running=0, num_ended=4, waits=[3.0] * 4)
+        assert turnover.seconds_until(8.0, 4) == pytest.approx(0.2, rel=0.01)
+
+    def test_idle_time_changes_nothing(self) -> None:
+        turnover = Turnover()
+        for step in range(1000):
+            turnover.observe(step * 0.5, num_running=8, num_ended=1)
+        turnover.observe(5000.0, num_running=0, num_ended=0, waits=[0.1])
+        assert turnover.seconds_until(3.0, 8) == pytest.approx(1.5, rel=0.01)
+
+
+def test_the_finish_rate_is_that_of_the_last_half_minute() -> None:
+    rate = FinishRate()
+    rate.begin(0.0)
+    assert rate.seconds_until(0.0, 1, 1) == math.inf
+    for second in range(1, 61):
+        rate.observe(float(second), 50)
+    assert rate.seconds_until(60.0, 10, 0) == pytest.approx(10.0)
+    assert rate.seconds_until(60.0, 1, 1000) == pytest.approx(20.0)
+    rate.check_integrity()
+    assert rate.seconds_until(100.0, 1, 1) == math.inf
+
+
+def test_recent_service_fades_and_forgets_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overload, "MAX_TENANTS", 2)
+    service = RecentService()
+    for tenant, num_tokens in [("a", 100), ("b", 300), ("c", 50)]:
+        service.observe(0.0, tenant, num_tokens)
+    assert [service.tokens(0.0, tenant) for tenant in "abc"] == [100, 300, 0]
+    assert service.tokens(10.0, "b") == pytest.approx(300 / math.e)
+
+
 def test_the_speed_of_a_prompt_is_that_of_the_fastest_and_fades() -> None:
     speed = PromptSpeed()
     assert speed.tokens_per_second(0.0) == 0.0
@@ -86,7 +144,7 @@ def test_the_shed_share_is_that_of_the_last_minute() -> None:
     assert len(shed._seconds) == 0
 
 
-def test_before_a_rate_is_known_as_many_may_wait_as_there_are_slots() -> None:
+def test_before_anything_has_ended_as_many_are_let_in_as_there_are_slots() -> None:
     """A flood in the first instant, of which nobody can say how long it takes."""
     server = VirtualServer(slo_ttft_seconds=2.0, max_queue_requests=10_000)
     flood = [Arrival(0.0, arrival.request) for arrival in poisson(100.0, seconds=10.0, seed=1)]
@@ -140,6 +198,14 @@ def test_without_a_target_the_queue_is_bounded_all_the_same_and_retries_are_told
     assert server.tokens["output"] >= 0.95 * saturated().tokens["output"]
     # One more leaves the queue every 1 / 7.47 s: to come back after the least time is right.
     assert percentile(sorted(server.retry_after), 95) == 1.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_flood_that_finds_it_idle_is_let_in_no_faster_than_it_can_be_served(seed: int) -> None:
+    """While slots fill, prompts drain several times as fast as they ever will again: what drains says too little."""
+    server = VirtualServer(slo_ttft_seconds=2.0).run(poisson(5 * SUSTAINABLE, seconds=12.0, seed=seed))
+    assert percentile(server.first_tokens(), 90) <= 2.0
+    assert server.first_tokens()[-1] <= 3.0
 
 
 @pytest.mark.slow
