@@ -75,6 +75,8 @@ class EngineConfig:
         attention: "auto" takes the fastest implementation that is proven on the platform; "xla", "tpu", "gpu" or "reference"
             ask for one.
         prefix_cache: keep the KV pages of prefixes that were computed, for requests that begin the same.
+        eviction: which cached pages go first: "lru", those idle for longest, or "cost", which also keeps what is used often or
+            costs most to compute again.
         pin_prefix: file with the text of a system prompt whose pages are computed at start-up and never given up; "" for none.
         overlap: dispatch step n+1 before the tokens of step n are read.
         slo_itl_ms: milliseconds between two tokens of a sequence: prompts are cut into chunks that keep it for sequences
@@ -95,6 +97,7 @@ class EngineConfig:
     tensor_parallel: int = 1
     attention: str = "auto"
     prefix_cache: bool = True
+    eviction: str = "lru"
     pin_prefix: str = ""
     overlap: bool = True
     slo_itl_ms: float = 0.0
@@ -108,6 +111,8 @@ class EngineConfig:
             raise ConfigError(f"kv_dtype must be auto, float32, bfloat16, int8 or fp8, found {self.kv_dtype!r}")
         if self.attention not in ("auto", "xla", "tpu", "gpu", "reference"):
             raise ConfigError(f"attention must be auto, xla, tpu, gpu or reference, found {self.attention!r}")
+        if self.eviction not in ("lru", "cost"):
+            raise ConfigError(f"eviction must be lru or cost, found {self.eviction!r}")
         for name in ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")

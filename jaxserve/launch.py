@@ -28,7 +28,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.pinning import pin_prefix
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import ModelLoadError
-from jaxserve.host.prefix import PrefixTree
+from jaxserve.host.prefix import PrefixTree, cost_aware
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import RunnerLimits
@@ -102,13 +102,25 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
         eos_token_ids=model_config.eos_token_ids,
         seed=None,
         pacer=pacer,
-        prefixes=PrefixTree(runner.limits.page_size) if config.engine.prefix_cache else None,
+        prefixes=prefix_tree(config.engine, model_config),
     )
     core = EngineCore(scheduler, runner, overlap=config.engine.overlap, on_step=pacer.observe if pacer else None)
     if config.engine.pin_prefix:
         pin_prefix(core, tokenizer, Path(config.engine.pin_prefix))
     name = config.http.served_model_name or Path(config.model.removeprefix("hf:")).name
     return Engine(core=core, tokenizer=tokenizer, runner=runner, model_name=name, model_config=model_config)
+
+
+def prefix_tree(engine: EngineConfig, model: ModelConfig) -> PrefixTree | None:
+    """An empty tree for the scheduler, as `engine` wants it."""
+    if not engine.prefix_cache:
+        return None
+    if engine.eviction == "lru":
+        return PrefixTree(engine.page_size)
+    # A token costs two operations a weight, and with each token before it two for the score and two for the sum.
+    width = model.num_heads * model.head_dim
+    weights = model.hidden_size * (2 * width + 2 * model.num_kv_heads * model.head_dim + 3 * model.intermediate_size)
+    return PrefixTree(engine.page_size, cost_aware(weights / (2 * width) / engine.page_size))
 
 
 def serve(config: ServeConfig) -> int:

@@ -9,6 +9,9 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.runner import DeviceRunner
+from jaxserve.errors import ConfigError
+from jaxserve.host.prefix import Node, least_recently_used
+from jaxserve.launch import prefix_tree
 from jaxserve.request import Request, SamplingParams
 from tests.cached import CACHED
 from tests.near_ties import assert_same_outputs
@@ -104,3 +107,21 @@ def test_two_devices_share_pages_too() -> None:
     requests = sharing_requests(24, seed=3)
     assert_equal(run(runner, requests), run(runner, requests, prefixes=True))
     assert runner.compiles_since_ready == 0
+
+
+def test_the_settings_make_the_tree() -> None:
+    assert prefix_tree(dataclasses.replace(ENGINE, prefix_cache=False), TINY_MODEL) is None
+    tree = prefix_tree(ENGINE, TINY_MODEL)
+    assert tree is not None
+    assert (tree.page_size, tree._policy) == (PAGE, least_recently_used)
+    llama_8b = dataclasses.replace(
+        TINY_MODEL, hidden_size=4096, intermediate_size=14_336, num_heads=32, num_kv_heads=8, head_dim=128
+    )
+    tree = prefix_tree(dataclasses.replace(ENGINE, page_size=64, eviction="cost"), llama_8b)
+    assert tree is not None
+    node = Node(None, b"", 416)  # 26,624 tokens before it: attention costs as much as all else
+    assert tree._policy(node, 10.0) == pytest.approx(12.0, rel=0.01)
+    with pytest.raises(ConfigError, match="eviction must be lru or cost, found 'fifo'"):
+        EngineConfig(eviction="fifo")
+    with pytest.raises(ConfigError, match="needs prefix_cache, which is off"):
+        EngineConfig(prefix_cache=False, pin_prefix="system.txt")
