@@ -232,7 +232,7 @@ async def test_a_thousand_mixed_requests_leave_nothing_behind(engine: Engine) ->
             num_compiles=lambda: engine.runner.compiles_since_ready,
         )
     )
-    config = HttpConfig(port=0)
+    config = HttpConfig(port=0, max_queue_tokens=1_000_000)
     app = build_app(loading, config)
     server = Server(app, config)
     url = await server.start()
