@@ -162,8 +162,9 @@ def test_with_int8_a_batch_gives_what_each_gives_alone(runner: DeviceRunner) -> 
     requests = mixed_requests(TOKENS, max_prompt=120, min_output=8)
     alone = run_alone(runner, requests[:12], overlap=False)
     assert len({token for output in alone.values() for token in output.tokens}) > TINY_MODEL.vocab_size // 4
-    found = run(runner, requests).outputs
-    assert_same_outputs(alone, {key: found[key] for key in alone}, tolerance=5e-3, max_near_ties=1)
+    for prefixes in (False, True):
+        found = run(runner, requests, prefixes=prefixes).outputs
+        assert_same_outputs(alone, {key: found[key] for key in alone}, tolerance=5e-3, max_near_ties=1)
     assert runner.compiles_since_ready == 0
 
 
