@@ -5,6 +5,7 @@ Knows shapes and nothing else: no values, no engine.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -108,12 +109,13 @@ def quant_matmul(
     bits: int = 4,
     group: int | None = 128,
     activations: str = "bfloat16",
+    scales: str = "float32",
 ) -> Program:
     """One product; a scale a row where `group` is None, activations of 8 bits per token where they are "int8"."""
 
     def laid_out() -> Any:
         weights = quantize_weights(jnp.zeros((num_out, num_in)), bits=bits, group=group)
-        return quant.lay_out(weights, impl=impl)
+        return quant.lay_out(dataclasses.replace(weights, scales=weights.scales.astype(scales)), impl=impl)
 
     shape = jax.ShapeDtypeStruct
     x: Any = shape((num_in, num_tokens), jnp.bfloat16 if activations == "int8" else activations)

@@ -109,7 +109,7 @@ def product(
     num_out, num_in = values.shape
     num_tokens = x.shape[1 if config.tokens_last else 0]
     tiles = _Tiles(num_out // config.rows, num_tokens // config.tokens, num_in // STRETCH, config.splits)
-    buffers = _buffers(config, x.dtype, values.dtype, dtype)
+    buffers = _buffers(config, x.dtype, values.dtype, scales.dtype, dtype)
     names = tuple(buffers)
     scratch = [buffer.scratch() for buffer in buffers.values()]
     scratch.append(plgpu.Barrier(num_barriers=config.stages, num_arrivals=3 if config.group else 2))
@@ -159,7 +159,7 @@ def _bits(dtype: Any) -> int:
     return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
 
 
-def _buffers(config: Config, x_dtype: Any, values_dtype: Any, out_dtype: Any) -> dict[str, _Buffer]:
+def _buffers(config: Config, x_dtype: Any, values_dtype: Any, scales_dtype: Any, out_dtype: Any) -> dict[str, _Buffer]:
     """Shared memory by the names that `_Worker` has for it."""
     stored = _stored_columns(config.tokens)
     out_swizzle = next((swizzle for swizzle in (128, 64, 32) if stored * _bits(out_dtype) // 8 % swizzle == 0), 0)
@@ -173,7 +173,7 @@ def _buffers(config: Config, x_dtype: Any, values_dtype: Any, out_dtype: Any) ->
         "out": _Buffer((NUM_CONSUMERS, BLOCK, stored), out_dtype, out_swizzle),
     }
     if config.group:
-        buffers["scales"] = _Buffer((config.stages, config.groups, config.rows), jnp.float32)
+        buffers["scales"] = _Buffer((config.stages, config.groups, config.rows), scales_dtype)
     if config.interpret is not None:
         buffers["wide"] = _Buffer((NUM_CONSUMERS, config.rows_of_consumer, STRETCH), x_dtype)
     return buffers
@@ -188,9 +188,9 @@ def _stored_columns(tokens: int) -> int:
     return max(width for width in range(8, MAX_STORED_COLUMNS + 1, 8) if tokens % width == 0)
 
 
-def shared_memory_bytes(config: Config, x_dtype: Any, values_dtype: Any, out_dtype: Any) -> int:
+def shared_memory_bytes(config: Config, x_dtype: Any, values_dtype: Any, scales_dtype: Any, out_dtype: Any) -> int:
     """A little more than `product` asks for."""
-    buffers = _buffers(config, x_dtype, values_dtype, out_dtype)
+    buffers = _buffers(config, x_dtype, values_dtype, scales_dtype, out_dtype)
     return sum(buffer.num_bytes for buffer in buffers.values()) + BARRIER_BYTES
 
 
@@ -396,7 +396,7 @@ class _Worker:
 
                 part = pl.run_scoped(multiply, plgpu.ACC((BLOCK, config.tokens), jnp.float32))
                 scales = plgpu.load(self.smem["scales"].at[slot, number, rows], layout=ROW, optimized=False)
-                sums[block] = sums[block] + part * lax.broadcast_in_dim(scales, part.shape, [0])
+                sums[block] = sums[block] + part * lax.broadcast_in_dim(scales.astype(jnp.float32), part.shape, [0])
         return sums
 
     def store(self, me: Any, place: _Place, first_row: Any, sums: Any) -> None:
@@ -405,7 +405,7 @@ class _Worker:
         rows, first_token = pl.ds(first_row, BLOCK), place.token * config.tokens
         if not config.group:
             scales = plgpu.load(self.scales_ref.at[0, rows], layout=ROW, optimized=False)
-            sums = sums * lax.broadcast_in_dim(scales, sums.shape, [0])
+            sums = sums * lax.broadcast_in_dim(scales.astype(jnp.float32), sums.shape, [0])
         if self.token_scales_ref is not None:
             scales = plgpu.load(self.token_scales_ref.at[pl.ds(first_token, config.tokens)], layout=COLUMN, optimized=False)
             sums = sums * lax.broadcast_in_dim(scales, sums.shape, [1])

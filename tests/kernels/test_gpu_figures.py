@@ -43,6 +43,11 @@ FORMS: dict[str, dict[str, Any]] = {
 QUANTISED = {
     f"{name}, {tokens} tokens": form | {"num_tokens": tokens} for name, form in FORMS.items() for tokens in TOKENS
 } | {f"{name}, 8192 tokens": FORMS[name] | {"num_tokens": 8192} for name in ("int8", "int8, both", "int4 in groups of 128")}
+QUANTISED |= {
+    f"int4 in groups of 32, {dtype} scales, {tokens} tokens": FORMS["int4 in groups of 32"]
+    | {"num_tokens": tokens, "scales": dtype}
+    for dtype, tokens in (("float16", 16), ("bfloat16", 96), ("float16", 128))
+}
 RECORDED = [name for name in QUANTISED if name.endswith((", 8 tokens", ", 128 tokens", ", 8192 tokens"))]
 
 
@@ -64,8 +69,9 @@ def test_quantised_products_compile_without_spills(name: str) -> None:
     assert figures.spills == {kernel: 0}
     few = form["num_tokens"] <= (32 if form["group"] is None else 16)
     assert registers <= (MAX_REGISTERS_OF_TWO if few else MAX_REGISTERS)
-    # A block has 1 KiB of its own besides.
-    assert 0 < figures.shared_bytes[kernel] <= (SHARED_MEMORY // 2 if few else SHARED_MEMORY)
+    # Of a multiprocessor's 228 KiB each worker takes 1 KiB besides.
+    assert 0 < figures.shared_bytes[kernel] <= SHARED_MEMORY[1 if few else 0]
+    assert (SHARED_MEMORY[1] + 1024) * 2 == (SHARED_MEMORY[0] + 1024) == 228 * 1024
 
 
 @pytest.mark.slow
@@ -73,7 +79,7 @@ def test_products_copy_no_weights_and_four_bits_take_half_a_byte() -> None:
     for name, form in QUANTISED.items():
         figures, num_tokens = compiled()[name], form["num_tokens"]
         weights = 4096 * 4096 * form["bits"] // 8
-        scales = 4096 * (4096 // form["group"] if form["group"] else 1) * 4
+        scales = 4096 * (4096 // form["group"] if form["group"] else 1) * (2 if "scales" in form else 4)
         activations = 4096 * num_tokens * 2
         assert weights + scales < figures.argument_bytes <= weights + scales + activations + 4 * num_tokens, name
         # Splits of the sums, and activations in another order.

@@ -6,6 +6,7 @@ what the hardware runs.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -58,6 +59,8 @@ LARGER = (
     Case(num_out=128, num_in=3000, num_tokens=40),
     Case(num_out=130, num_in=1280, num_tokens=64, bits=4, group=128, activations="int8"),
     Case(num_out=101, num_in=192, num_tokens=2, bits=4, group=64),
+    Case(num_out=101, num_in=64, num_tokens=2, bits=4, group=64),
+    Case(num_out=101, num_in=32, num_tokens=2, bits=4, group=32, offsets=True),
 )
 
 
@@ -155,6 +158,19 @@ def test_four_bits_take_half_a_byte_where_xla_packs_them() -> None:
     assert laid.values.shape == (128, 256)
     assert laid.scales.shape == (4, 128)
     assert not np.asarray(laid.scales[3]).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", [LARGER[0], LARGER[3]], ids=lambda case: case.name)
+def test_scales_in_16_bits_stay_so(case: Case, dtype: str) -> None:
+    x, weights = make_inputs(case)
+    weights = dataclasses.replace(weights, scales=weights.scales.astype(dtype))
+    laid = lay_out_gpu(weights)
+    assert laid.scales.dtype == dtype
+    found = jax.jit(lambda x, laid: multiply_gpu(x, laid, interpret=interpreter(), num_workers=FEW_WORKERS))(x, laid)
+    expected = quant_matmul(x, lay_out(weights, impl="reference"), impl="reference")
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=2**-7, atol=TOLERANCE)
 
 
 def test_other_activations_are_refused() -> None:
