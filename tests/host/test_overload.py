@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import random
@@ -11,7 +12,17 @@ import pytest
 from jaxserve.host import overload
 from jaxserve.host.overload import DrainRate, FinishRate, Margin, PromptSpeed, RecentService, ShedShare, Turnover
 from jaxserve.request import BATCH_PRIORITY
-from tests.host.virtual_server import LIMITS, Arrival, VirtualServer, merge, percentile, poisson
+from tests.host.virtual_server import (
+    LIMITS,
+    Arrival,
+    Lengths,
+    VirtualServer,
+    long_prompts,
+    many_short_few_long,
+    merge,
+    percentile,
+    poisson,
+)
 
 MINUTES_10 = 600.0
 SUSTAINABLE = 7.47
@@ -187,6 +198,29 @@ def test_at_twice_the_sustainable_load_those_let_in_are_served_in_time(slo: floa
     assert len(server.scheduler._live) <= server.admission.queued_requests + LIMITS.max_seqs
     assert 0.4 < server.admission.shed_share < 0.6
     assert set(server.refusals) == {"too_late"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limits", "lengths"),
+    [
+        pytest.param({"num_pages": 60, "max_context": 640}, many_short_few_long, id="short of pages"),
+        pytest.param({"num_pages": 2000, "max_seqs": 64}, long_prompts, id="short of steps"),
+    ],
+)
+def test_whatever_is_short_sets_the_pace(limits: dict[str, int], lengths: Lengths) -> None:
+    """Pages, or the tokens that a step computes, where slots are plenty."""
+    machine = dataclasses.replace(LIMITS, **limits)
+    best = VirtualServer(limits=machine, max_queue_requests=100_000)
+    best.admission.max_queue_tokens = 10**9
+    best.run(poisson(15.0, seconds=200.0, seed=1, lengths=lengths), until=200.0)
+    sustainable = sum(one.reason is not None for one in best.served.values()) / 200.0
+    server = VirtualServer(limits=machine, slo_ttft_seconds=3.0)
+    server.run(poisson(2 * sustainable, seconds=200.0, seed=2, lengths=lengths), until=200.0)
+    assert percentile(server.first_tokens(before=194.0), 95) <= 3.0
+    # What is let in is a little shorter than what comes, so each is counted by what it is short of.
+    unit = "output" if lengths is many_short_few_long else ""
+    assert server.tokens[unit] >= 0.95 * best.tokens[unit]
 
 
 @pytest.mark.slow

@@ -138,20 +138,40 @@ def percentile(values: list[float], percent: float) -> float:
     return values[min(len(values) - 1, math.ceil(len(values) * percent / 100) - 1)]
 
 
+Lengths = Callable[[random.Random], tuple[int, int]]
+"""Draws a request's prompt and output tokens."""
+
+
+def many_short_few_long(rng: random.Random) -> tuple[int, int]:
+    """Prompts of 16 to 400 tokens and outputs of 8 to 120."""
+    return min(400, 16 + int(rng.expovariate(1 / 80))), min(120, 8 + int(rng.expovariate(1 / 30)))
+
+
+def long_prompts(rng: random.Random) -> tuple[int, int]:
+    """Prompts of 200 to 999 tokens and outputs of 1 to 8: slots are never short, but steps are."""
+    return rng.randrange(200, 1000), rng.randrange(1, 9)
+
+
 def poisson(
-    rate: float, *, seconds: float, seed: int, tenant: str = "", weight: float = 1.0, priority: int = 0, start: float = 0.0
+    rate: float,
+    *,
+    seconds: float,
+    seed: int,
+    tenant: str = "",
+    weight: float = 1.0,
+    priority: int = 0,
+    lengths: Lengths = many_short_few_long,
 ) -> list[Arrival]:
-    """Requests at `rate` a second, with prompts of 16 to 400 tokens and outputs of 8 to 120, many short and few long."""
+    """Requests at `rate` a second on average, for so many seconds."""
     rng = random.Random(seed)
     arrivals: list[Arrival] = []
-    now = start
-    while (now := now + rng.expovariate(rate)) < start + seconds:
-        num_prompt = min(400, 16 + int(rng.expovariate(1 / 80)))
-        params = SamplingParams(max_tokens=min(120, 8 + int(rng.expovariate(1 / 30))), temperature=0.0)
+    now = 0.0
+    while (now := now + rng.expovariate(rate)) < seconds:
+        num_prompt, num_output = lengths(rng)
         request = Request(
             request_id=f"{tenant}{priority}-{seed}-{len(arrivals)}",
             prompt=(1,) * num_prompt,
-            params=params,
+            params=SamplingParams(max_tokens=num_output, temperature=0.0),
             tenant=tenant,
             weight=weight,
             priority=priority,
