@@ -251,7 +251,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arrivals.add_argument("--rate", type=float, metavar="R", help="open loop: requests a second")
     parser.add_argument("--prompt-tokens", type=_span, default="16:256", metavar="MIN:MAX", help="default: %(default)s")
     parser.add_argument("--output-tokens", type=_span, default="16:64", metavar="MIN:MAX", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals; default: 0")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of prompts, lengths and arrivals; prompts of a run before may still be in the server's prefix cache; default: 0",
+    )
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for one request; default: 600")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report; results/ is ignored by git")
     args = parser.parse_args(argv)
