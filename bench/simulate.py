@@ -148,7 +148,9 @@ def _find_batch(args: argparse.Namespace, setting: Setting, arrivals: Sequence[A
     def said(tried: Profile) -> None:
         print(tried, flush=True)
 
-    best = find_batch(setting, arrivals, _targets(args), max_seqs=args.limit_seqs, progress=said)
+    best = find_batch(
+        setting, arrivals, _targets(args), max_seqs=args.limit_seqs, max_step_tokens=args.limit_tokens, progress=said
+    )
     if best is None:
         print(f"nothing keeps p95 within {args.slo_ttft_p95:g} s and {args.slo_itl_p95:g} s, not even one sequence at a time")
         return 1
@@ -199,6 +201,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("search")
     group.add_argument("--find-batch", action="store_true", help="search for the largest batch and budget within the targets")
     group.add_argument("--limit-seqs", type=int, default=256, metavar="N", help="try no larger batch; default: %(default)s")
+    group.add_argument("--limit-tokens", type=int, default=4096, metavar="N", help="no larger budget; default: %(default)s")
     group.add_argument("--out", type=Path, metavar="FILE.toml", help="write what was found as a serving profile")
     group = parser.add_argument_group("fleet")
     group.add_argument("--replicas", type=_span, default=(1, 1), metavar="N|MIN:MAX", help="default: 1")
