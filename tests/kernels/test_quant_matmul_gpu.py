@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
-from pallas_kernels.quant_matmul import QuantActivations, lay_out, quant_matmul
+from pallas_kernels.quant_matmul import IMPLEMENTATIONS, Implementation, QuantActivations, lay_out, quant_matmul, reference
 from pallas_kernels.quant_matmul import gpu_kernel as kernel
 from pallas_kernels.quant_matmul.cases import CASES, ODD_CASES, Case, make_inputs
+from pallas_kernels.quant_matmul.check import check
 from pallas_kernels.quant_matmul.gpu import lay_out as lay_out_gpu
 from pallas_kernels.quant_matmul.gpu import quant_matmul as multiply_gpu
 from tests.cached import CACHED
@@ -102,7 +103,7 @@ def test_any_sizes_give_the_same(case: Case, tuning: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     bits=st.sampled_from([4, 8]),
     group=st.sampled_from([32, 64, 128, None]),
@@ -192,6 +193,16 @@ def test_sizes_that_do_not_fit_are_refused(tuning: dict[str, int], what: str) ->
     x, weights = make_inputs(Case(num_out=128, num_in=128, num_tokens=1))
     with pytest.raises(ValueError, match=re.escape(what)):
         multiply_gpu(x, lay_out_gpu(weights, **tuning))
+
+
+@pytest.mark.slow
+def test_the_check_for_hardware_asks_for_nothing_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def like_the_kernel(x: Any, laid: Any) -> jax.Array:
+        assert x.dtype != jnp.float32
+        return reference.quant_matmul(x, laid)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "gpu", Implementation(reference.lay_out, like_the_kernel))
+    assert all(passed for _, passed in check("gpu").values())
 
 
 def test_unknown_sizes_are_refused() -> None:
