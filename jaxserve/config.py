@@ -147,7 +147,7 @@ class HttpConfig:
             no target. Batch requests are exempt.
         api_key: what clients must send as a bearer token; "" serves anyone.
         api_keys_file: TOML file of API keys with labels, weights and priorities; see the README.
-        admin_key: bearer token for `DELETE /v1/cache`, beside API keys with admin = true; "" for none.
+        admin_key: bearer token for DELETE /v1/cache, beside API keys with admin = true; "" for none.
         drain_seconds: how long running requests may go on after SIGTERM.
         stall_seconds: how long a client may read nothing of a stream before it is dropped.
     """
