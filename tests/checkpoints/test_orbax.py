@@ -66,7 +66,7 @@ def test_names_with_slashes_and_dots_are_kept(tmp_path: Path) -> None:
 def test_one_array_is_read_without_the_others(tmp_path: Path) -> None:
     tensors = random_tensors({"a": (300, 1000), "b": (300, 1000)})
     path = write(tmp_path / "out", tensors)
-    # The arrays lie in a file each, or one after the other in the same: damage in a place near the beginning meets one of them.
+    # The arrays lie in a file each or one after the other in the same: damage near its beginning meets one of them.
     largest = max(path.rglob("d/*"), key=lambda blob: blob.stat().st_size)
     with largest.open("r+b") as blob:
         blob.seek(100_000)
