@@ -46,7 +46,7 @@ class CostRunner:
     """`plan.Runner`: steps take what `cost` says, one after the other.
 
     Args:
-        spread: quantiles of a factor on that, drawn for each step on its own; empty for none.
+        spread: factors on that, of which each step draws one; empty for none.
 
     Attributes:
         busy_seconds: spent in steps.

@@ -27,7 +27,7 @@ class CostOrigin:
         median_error, p95_error: of the fit on those, as shares of the measured times.
         kv_bytes_per_token: K and V of one position in all layers, from which the pool's size follows.
         request_seconds: that a request spends outside the engine, on its way in and out.
-        spread: evenly spaced quantiles of measured over predicted, of single steps; empty where they were not looked at.
+        spread: measured over predicted of single steps, from the least to the most; empty where they were not looked at.
         note: anything else that a reader should know.
     """
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jaxserve.errors import ConfigError
 from jaxserve.host.cost import FittedCost, KindCost, StepCost, StepWork
 
 NUM_REWEIGHTINGS = 3
-NUM_SPREAD = 41
+NUM_SPREAD = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,14 @@ def relative_errors(cost: StepCost, samples: Sequence[Sample]) -> list[float]:
 
 
 def spread_of(cost: StepCost, samples: Sequence[Sample]) -> tuple[float, ...]:
-    """Evenly spaced quantiles, from the least to the most, of measured over predicted: how much steps vary."""
+    """How much steps vary: measured over predicted, in order, as the means of equal parts, so that rare ones keep their weight.
+
+    Quantiles would not do: the slowest step of thousands would be drawn as often as any other.
+    """
     ratios = sorted(sample.seconds / cost.seconds(sample.work) for sample in samples)
-    return tuple(ratios[round(index * (len(ratios) - 1) / (NUM_SPREAD - 1))] for index in range(NUM_SPREAD))
+    count = min(NUM_SPREAD, len(ratios))
+    bounds = [index * len(ratios) // count for index in range(count + 1)]
+    return tuple(sum(ratios[low:high]) / (high - low) for low, high in pairwise(bounds))
 
 
 def _fit_kind(samples: Sequence[Sample], what: str) -> KindCost:

@@ -131,7 +131,9 @@ def test_the_fit_is_to_the_mean_where_steps_vary() -> None:
     fitted = fit_cost([*varying, *chunks])
     assert fitted.seconds(work) == pytest.approx(0.02)
     spread = spread_of(fitted, varying)
-    assert (spread[0], spread[20], spread[-1]) == pytest.approx((0.5, 0.5, 2.5))
+    assert spread == pytest.approx((0.5, 0.5, 0.5, 2.5))
+    assert spread_of(fitted, varying * 100)[-1] == pytest.approx(2.5)
+    assert sum(spread_of(fitted, varying * 100)) / 40 == pytest.approx(1.0)
 
 
 def test_what_would_be_negative_is_zero() -> None:
