@@ -42,7 +42,7 @@ def relative_errors(cost: StepCost, samples: Sequence[Sample]) -> list[float]:
 
 
 def spread_of(cost: StepCost, samples: Sequence[Sample]) -> tuple[float, ...]:
-    """How much steps vary: measured over predicted, in order, as the means of equal parts, so that rare ones keep their weight.
+    """How much steps vary: measured over predicted, in order, as means of equal parts, so that rare ones keep their weight.
 
     Quantiles would not do: the slowest step of thousands would be drawn as often as any other.
     """
