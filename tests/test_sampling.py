@@ -17,7 +17,7 @@ from jaxserve.request import Request, SamplingParams
 from tests.cached import CACHED
 from tests.real_engines import TINY_MODEL, Output, run, run_alone, tiny_runner
 
-pytestmark = CACHED
+pytestmark = [*CACHED, pytest.mark.slow]
 
 VOCAB = 20
 """As many as there are top log probabilities, so that an engine tells its whole distribution."""

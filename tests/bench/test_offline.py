@@ -71,6 +71,7 @@ def test_a_run_that_does_not_reach_its_length_is_no_measurement() -> None:
         run_workload(engine.core, WORKLOADS["a"], num_output=64)
 
 
+@pytest.mark.slow
 def test_memory_is_read_at_some_speed() -> None:
     assert memory_read_bandwidth(repeats=1) > 1e8
 

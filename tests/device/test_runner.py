@@ -61,6 +61,7 @@ def used_buckets(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> set[B
     return used
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = tiny_runner(ENGINE)
     assert runner.compiles_since_ready == 0

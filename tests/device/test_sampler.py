@@ -107,6 +107,7 @@ def kept_by_top_p(weights: np.ndarray, p: float) -> np.ndarray:
 exact_weights = st.lists(st.integers(0, 64), min_size=20, max_size=20).map(lambda w: np.array([64, *w], np.float32) / 64)
 
 
+@pytest.mark.slow
 @given(
     weights=st.permutations(range(21)).flatmap(lambda order: exact_weights.map(lambda w: w[list(order)])), k=st.integers(0, 25)
 )
@@ -115,6 +116,7 @@ def test_top_k_keeps_the_k_largest_and_their_equals(weights: np.ndarray, k: int)
     np.testing.assert_array_equal(found, np.where(kept_by_top_k(weights, k), weights, 0))
 
 
+@pytest.mark.slow
 @given(weights=exact_weights, sixteenths=st.integers(1, 16))
 def test_top_p_keeps_the_smallest_set_that_reaches_p_and_equals(weights: np.ndarray, sixteenths: int) -> None:
     found = keep_top_p(jnp.asarray(weights)[None], jnp.array([sixteenths / 16]))[0]
@@ -305,6 +307,7 @@ def test_adjustments_decide_the_token(temperature: float) -> None:
 # --- log probabilities ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [5, 97, 1000])
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
 def test_logprobs_are_of_the_models_own_distribution(vocab: int, temperature: float) -> None:

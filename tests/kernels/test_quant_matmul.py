@@ -106,6 +106,7 @@ def test_a_token_does_not_depend_on_those_beside_it() -> None:
 # --- what the numbers mean --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 32), (4, 64), (4, 128)])
 def test_weights_are_rounded_to_the_nearest_value(bits: int, group: int | None, symmetric: bool) -> None:

@@ -146,6 +146,7 @@ def test_two_at_once_do_not_mix(runs: Runs) -> None:
     assert requested(runs.folder / "log2") == set()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_told_and_what_is_done_stays(runs: Runs, unbroken: bytes) -> None:
     """The limit of a file's size stands for the disk: a write comes out short, the next one fails."""
     write_work(runs)
