@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.aot import TARGETS, Figures, Job
@@ -29,28 +30,40 @@ class Step:
     num_pages: int
     impl: str = "tpu"
     chunk_tokens: int = 0
+    kv_dtype: str = "bfloat16"
 
     def __str__(self) -> str:
         kind = "chunk" if self.chunk_tokens else "decodes"
-        return f"{self.target}-{self.model}-tp{self.tensor_parallel}-{self.impl}-{kind}"
+        return f"{self.target}-{self.model}-tp{self.tensor_parallel}-{self.impl}-{self.kv_dtype}-{kind}"
 
 
-FITTING = (
-    Step(target="v5e", model="demo", tensor_parallel=1, num_pages=4096, chunk_tokens=512),
-    Step(target="v5e", model="demo", tensor_parallel=8, num_pages=4096),
-    Step(target="v5e", model="8b", tensor_parallel=4, num_pages=4096, chunk_tokens=512),
-    Step(target="v5e", model="8b", tensor_parallel=8, num_pages=8192),
-    Step(target="v6e", model="demo", tensor_parallel=4, num_pages=4096),
-    Step(target="v6e", model="8b", tensor_parallel=1, num_pages=1024),
-    Step(target="h200", model="demo", tensor_parallel=1, num_pages=4096, impl="xla"),
-    Step(target="h200", model="8b", tensor_parallel=1, num_pages=8192, impl="gpu", chunk_tokens=512),
-    Step(target="h200", model="8b", tensor_parallel=4, num_pages=8192, impl="gpu"),
-)
+def steps(target: str, impl: str) -> tuple[Step, ...]:
+    """Both models on one device, four and eight: all that fit."""
+    demo = {"target": target, "impl": impl, "model": "demo", "num_pages": 4096}
+    llama = {"target": target, "impl": impl, "model": "8b"}
+    return (
+        Step(**demo, tensor_parallel=1, chunk_tokens=512),
+        Step(**demo, tensor_parallel=4),
+        Step(**demo, tensor_parallel=8),
+        Step(**llama, tensor_parallel=1, num_pages=1024),
+        Step(**llama, tensor_parallel=4, num_pages=4096, chunk_tokens=512),
+        Step(**llama, tensor_parallel=8, num_pages=8192),
+    )
 
 
 TOO_LARGE = (
     Step(target="v5e", model="demo", tensor_parallel=1, num_pages=2**15),  # 45 GiB of KV
+    Step(target="v5e", model="8b", tensor_parallel=1, num_pages=1024, chunk_tokens=0),  # 15 GiB of weights
     Step(target="v5e", model="8b", tensor_parallel=4, num_pages=2**15),  # 64 GiB of KV over four
+)
+
+FITTING = (
+    *(step for step in steps("v5e", "tpu") if step not in TOO_LARGE),
+    *steps("v6e", "tpu"),
+    *steps("h200", "gpu"),
+    Step(target="v6e", model="8b", tensor_parallel=1, num_pages=2048, kv_dtype="int8"),
+    Step(target="h200", model="8b", tensor_parallel=1, num_pages=2048, kv_dtype="float8_e4m3fn", impl="gpu"),
+    Step(target="h200", model="demo", tensor_parallel=1, num_pages=4096, impl="xla"),
 )
 
 
@@ -73,6 +86,7 @@ def as_job(step: Step) -> Job:
         num_pages=step.num_pages,
         page_size=PAGE_SIZE,
         chunk_tokens=step.chunk_tokens,
+        kv_dtype=step.kv_dtype,
     )
 
 
@@ -80,7 +94,7 @@ def kv_bytes(step: Step) -> int:
     """Bytes of the KV pools on one device, heads padded to whole ones."""
     model = MODELS[step.model]
     heads = -(-model.num_kv_heads // step.tensor_parallel)
-    return model.num_layers * step.num_pages * heads * PAGE_SIZE * 2 * model.head_dim * 2
+    return model.num_layers * step.num_pages * heads * PAGE_SIZE * 2 * model.head_dim * jnp.dtype(step.kv_dtype).itemsize
 
 
 @pytest.mark.parametrize("step", FITTING, ids=str)
