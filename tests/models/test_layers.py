@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxserve.config import model_config_from_hf
-from jaxserve.models.layers import embed, linear, psum, rms_norm, rotary_frequencies, rotate
+from jaxserve.models.layers import embed, linear, psum, rms_norm, rotary_frequencies, rotate, rotate_tokens_first
 from jaxserve.models.sharding import TENSOR, make_mesh
 from tests.references.load import load_tiny
 from tests.references.test_references import rope_frequencies
@@ -42,13 +43,15 @@ def test_llama3_scaling_has_three_regions() -> None:
     assert (np.diff(middle) < 0).all(), "between them the factor falls"
 
 
-def test_rotate_turns_pairs_of_the_two_halves() -> None:
-    heads, dim, tokens = 3, 10, 4
-    x, angles = normal(heads, dim, tokens), normal(dim // 2, tokens)
-    as_complex = np.asarray(x[:, : dim // 2]) + 1j * np.asarray(x[:, dim // 2 :])
+@pytest.mark.parametrize("turn", [rotate, rotate_tokens_first])
+@pytest.mark.parametrize("heads", [(3,), (3, 2)], ids=str)
+def test_rotate_turns_pairs_of_the_two_halves(turn: Callable[..., jax.Array], heads: tuple[int, ...]) -> None:
+    dim, tokens = 10, 4
+    x, angles = normal(*heads, dim, tokens), normal(dim // 2, tokens)
+    as_complex = np.asarray(x[..., : dim // 2, :]) + 1j * np.asarray(x[..., dim // 2 :, :])
     turned = as_complex * np.exp(1j * np.asarray(angles))
-    expected = np.concatenate([turned.real, turned.imag], axis=1)
-    np.testing.assert_allclose(rotate(x, jnp.cos(angles), jnp.sin(angles)), expected, rtol=0, atol=1e-6)
+    expected = np.concatenate([turned.real, turned.imag], axis=-2)
+    np.testing.assert_allclose(turn(x, jnp.cos(angles), jnp.sin(angles)), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
