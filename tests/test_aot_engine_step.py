@@ -6,7 +6,7 @@ One table of steps; each is compiled in a subprocess and then asserted upon from
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import jax.numpy as jnp
 import pytest
@@ -37,17 +37,17 @@ class Step:
         return f"{self.target}-{self.model}-tp{self.tensor_parallel}-{self.impl}-{self.kv_dtype}-{kind}"
 
 
-def steps(target: str, impl: str) -> tuple[Step, ...]:
-    """Both models on one device, four and eight: all that fit."""
-    demo = {"target": target, "impl": impl, "model": "demo", "num_pages": 4096}
-    llama = {"target": target, "impl": impl, "model": "8b"}
+def steps(target: str, impl: str, kv_dtype: str) -> tuple[Step, ...]:
+    """Both models on one device, four and eight, the last with KV in `kv_dtype`."""
+    demo = partial(Step, target=target, impl=impl, model="demo", num_pages=4096)
+    llama = partial(Step, target=target, impl=impl, model="8b")
     return (
-        Step(**demo, tensor_parallel=1, chunk_tokens=512),
-        Step(**demo, tensor_parallel=4),
-        Step(**demo, tensor_parallel=8),
-        Step(**llama, tensor_parallel=1, num_pages=1024),
-        Step(**llama, tensor_parallel=4, num_pages=4096, chunk_tokens=512),
-        Step(**llama, tensor_parallel=8, num_pages=8192),
+        demo(tensor_parallel=1, chunk_tokens=512),
+        demo(tensor_parallel=4),
+        demo(tensor_parallel=8),
+        llama(tensor_parallel=1, num_pages=1024),
+        llama(tensor_parallel=4, num_pages=4096, chunk_tokens=512),
+        llama(tensor_parallel=8, num_pages=8192, kv_dtype=kv_dtype),
     )
 
 
@@ -58,11 +58,9 @@ TOO_LARGE = (
 )
 
 FITTING = (
-    *(step for step in steps("v5e", "tpu") if step not in TOO_LARGE),
-    *steps("v6e", "tpu"),
-    *steps("h200", "gpu"),
-    Step(target="v6e", model="8b", tensor_parallel=1, num_pages=2048, kv_dtype="int8"),
-    Step(target="h200", model="8b", tensor_parallel=1, num_pages=2048, kv_dtype="float8_e4m3fn", impl="gpu"),
+    *(step for step in steps("v5e", "tpu", "bfloat16") if step not in TOO_LARGE),
+    *steps("v6e", "tpu", "int8"),
+    *steps("h200", "gpu", "float8_e4m3fn"),
     Step(target="h200", model="demo", tensor_parallel=1, num_pages=4096, impl="xla"),
 )
 
