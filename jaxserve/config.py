@@ -71,6 +71,8 @@ class EngineConfig:
         num_pages: pages in the pool; 0 sizes the pool from `kv_memory`.
         kv_memory: bytes for the KV pool, when `num_pages` is 0; 0 takes half of what is free, at most what
             `max_seqs` sequences of `max_context` can use.
+        host_kv_memory: bytes of host memory for KV pages that make room for others in the pool: they come back by a copy where
+            that takes less time than to compute them again, which is measured at start-up; 0 for none.
         tensor_parallel: devices that share each layer.
         attention: "auto" takes the fastest implementation that is proven on the platform; "xla", "tpu", "gpu" or "reference"
             ask for one.
@@ -94,6 +96,7 @@ class EngineConfig:
     page_size: int = 64
     num_pages: int = 0
     kv_memory: int = 0
+    host_kv_memory: int = 0
     tensor_parallel: int = 1
     attention: str = "auto"
     prefix_cache: bool = True
@@ -116,9 +119,11 @@ class EngineConfig:
         for name in ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("max_context", "num_pages", "kv_memory", "slo_itl_ms"):
+        for name in ("max_context", "num_pages", "kv_memory", "host_kv_memory", "slo_itl_ms"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, found {getattr(self, name)}")
+        if self.host_kv_memory and not self.prefix_cache:
+            raise ConfigError(f"host_kv_memory ({self.host_kv_memory}) needs prefix_cache, which is off")
         if self.pin_prefix and not self.prefix_cache:
             raise ConfigError(f"pin_prefix ({self.pin_prefix}) needs prefix_cache, which is off")
         if self.max_step_tokens < self.max_seqs:

@@ -23,10 +23,11 @@ from jaxserve.device.buckets import choose_bucket
 from jaxserve.device.build import build_runner, dtype_of
 from jaxserve.device.compile_counter import num_compiles
 from jaxserve.device.runner import DeviceRunner, Weights
-from jaxserve.engine.calibration import build_pacer
+from jaxserve.engine.calibration import build_pacer, find_cost
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.pinning import pin_prefix
 from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.tiering import build_tier
 from jaxserve.errors import ModelLoadError
 from jaxserve.host.prefix import PrefixTree, cost_aware
 from jaxserve.host.scheduler import Scheduler
@@ -95,7 +96,12 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
             runner.warm_up(load, partial(report, "compile"))
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
-    pacer = build_pacer(config.engine, runner, runner.buckets, partial(choose_bucket, runner.buckets))
+    bucket_for = partial(choose_bucket, runner.buckets)
+    tier = cost = None
+    if config.engine.host_kv_memory:
+        cost = find_cost(config.engine, runner, runner.buckets, bucket_for)
+        tier = build_tier(config.engine, runner.limits, runner.time_loads(), cost, bucket_for)
+    pacer = build_pacer(config.engine, runner, runner.buckets, bucket_for, cost=cost)
     scheduler = Scheduler(
         runner.limits,
         prefill_chunk=config.engine.prefill_chunk,
@@ -103,6 +109,7 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
         seed=None,
         pacer=pacer,
         prefixes=prefix_tree(config.engine, model_config),
+        tier=tier,
     )
     core = EngineCore(scheduler, runner, overlap=config.engine.overlap, on_step=pacer.observe if pacer else None)
     if config.engine.pin_prefix:

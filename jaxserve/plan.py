@@ -51,11 +51,17 @@ class StepPlan:
     Attributes:
         copies: (source, destination) pages, at most `max_seqs`. They are copied whole, in this order, before any row writes.
             The source was written by earlier steps only.
+        saves: (page, host slot) pairs; no two share either. The pages, written by earlier steps, are copied out whole before
+            anything else of this step.
+        loads: (host slot, page) pairs; no two share a page. They are copied back whole after `saves` and `copies` and before
+            any row writes; their slots were saved by this step or earlier ones.
     """
 
     step_id: int
     rows: tuple[PlanRow, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +102,7 @@ class RunnerLimits:
         max_step_tokens: tokens in a step.
         max_context: prompt plus output tokens of one sequence.
         vocab_size: ids `0 .. vocab_size - 1`.
+        host_pages: slots for pages in host memory, ids `0 .. host_pages - 1`.
     """
 
     num_pages: int
@@ -104,6 +111,7 @@ class RunnerLimits:
     max_step_tokens: int
     max_context: int
     vocab_size: int
+    host_pages: int = 0
 
 
 class StepHandle(Protocol):

@@ -140,7 +140,7 @@ class FakeRunner:
         num_steps: plans submitted.
         last_plan: the newest plan.
         max_pages_used: most distinct pages that rows of one plan have named.
-        num_copies: pages copied.
+        num_copies, num_saves, num_loads: pages copied, copied to the host, and back.
     """
 
     def __init__(
@@ -167,7 +167,9 @@ class FakeRunner:
         self.num_steps = 0
         self.last_plan: StepPlan | None = None
         self.max_pages_used = 0
-        self.num_copies = 0
+        self.num_copies = self.num_saves = self.num_loads = 0
+        # What the host holds outlives a failure of the device, and is then as wrong as what a wrong plan makes of it.
+        self._host: list[list[int | None]] = [[None] * limits.page_size for _ in range(limits.host_pages)]
         self.forget()
 
     @property
@@ -189,15 +191,24 @@ class FakeRunner:
                 self._failure = InjectedFailure(f"result of step number {number}")
         if self._failure is not None:
             return FakeHandle(partial(self._raise, self._failure), self._ready_at)
-        for source, destination in plan.copies:
-            self._pages[destination] = list(self._pages[source])
-        self.num_copies += len(plan.copies)
+        self._move_pages(plan)
         for row in plan.rows:
             self._write_row(row)
         samples = [self._sample(row) for row in plan.rows]
         tokens, logprobs = zip(*samples, strict=True)
         result = StepResult(plan.step_id, tokens, logprobs, StepStats(0.0, 0.0))
         return FakeHandle(lambda: result, self._ready_at)
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        for page, host_slot in plan.saves:
+            self._host[host_slot] = list(self._pages[page])
+        for source, destination in plan.copies:
+            self._pages[destination] = list(self._pages[source])
+        for host_slot, page in plan.loads:
+            self._pages[page] = list(self._host[host_slot])
+        self.num_copies += len(plan.copies)
+        self.num_saves += len(plan.saves)
+        self.num_loads += len(plan.loads)
 
     def _raise(self, failure: InjectedFailure) -> StepResult:
         if self._failure is failure:
@@ -231,6 +242,7 @@ class FakeRunner:
                 writer = written.get(page, row.seq_id)
                 _require(writer == row.seq_id, f"page {page}, which sequence {row.seq_id} reads, is written by {writer}")
         self._check_copies(plan)
+        self._check_moves(plan)
         self.max_pages_used = max(self.max_pages_used, len({page for row in plan.rows for page in row.pages}))
 
     def _check_copies(self, plan: StepPlan) -> None:
@@ -242,6 +254,18 @@ class FakeRunner:
             _require(destination in begun, f"page {destination} is copied to, yet no row starts in the middle of it")
             begun.remove(destination)
         _require(not begun, f"pages {begun} are started in the middle of, yet nothing was copied there")
+
+    def _check_moves(self, plan: StepPlan) -> None:
+        limits = self._limits
+        saved_to = [host_slot for _, host_slot in plan.saves]
+        _require(len(set(saved_to)) == len(saved_to), f"two pages are saved to one host slot: {plan.saves}")
+        _require(len({page for page, _ in plan.saves}) == len(saved_to), f"a page is saved twice: {plan.saves}")
+        loaded_from = [host_slot for host_slot, _ in plan.loads]
+        _require(all(0 <= slot < limits.host_pages for slot in saved_to + loaded_from), f"host slot out of range: {plan}")
+        _require(all(0 <= page < limits.num_pages for page, _ in plan.saves), f"page id out of range in a save: {plan.saves}")
+        begun = [page for row in plan.rows if row.fresh for page in row.pages[: row.start // limits.page_size]]
+        for _, page in plan.loads:
+            _require(begun.count(page) == 1, f"page {page} is loaded, yet it is not one that a new row alone starts after")
 
     def _check_row(self, row: PlanRow) -> None:
         limits = self._limits

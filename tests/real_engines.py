@@ -26,6 +26,7 @@ from jaxserve.device.runner import DeviceRunner, Weights
 from jaxserve.engine.core import EngineCore, EngineStats
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
+from jaxserve.host.tier import HostTier
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import ParamSpec, map_specs, random_params
 from jaxserve.models.sharding import make_mesh
@@ -146,6 +147,7 @@ def run(
     overlap: bool = True,
     eos_token_ids: tuple[int, ...] = (),
     prefixes: bool = False,
+    tier: HostTier | None = None,
     **limits: Any,
 ) -> Run:
     """Run `requests`, all added at once, through a fresh engine on `runner` until none is left.
@@ -159,6 +161,7 @@ def run(
         eos_token_ids=eos_token_ids,
         seed=0,
         prefixes=PrefixTree(runner.limits.page_size) if prefixes else None,
+        tier=tier,
     )
     core = EngineCore(scheduler, runner, overlap=overlap)
     outputs: dict[str, Output] = {}

@@ -38,6 +38,9 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
         raise ConfigError(f"max_context is {max_context} but the model's positions end at {model_config.max_position}")
     kv_dtype = kv_dtype_of(engine, dtype)
     attention_impl, options = _choose_attention(engine, model_config, mesh, dtype, kv_dtype)
+    bytes_per_page = page_bytes(model_config, engine.page_size, mesh, kv_dtype, attention_impl)
+    if 0 < engine.host_kv_memory < bytes_per_page:
+        raise ConfigError(f"host_kv_memory is {engine.host_kv_memory} bytes, too few for one page of {bytes_per_page}")
     limits = RunnerLimits(
         num_pages=_num_pages(engine, model_config, max_context, mesh, dtype, kv_dtype, attention_impl),
         page_size=engine.page_size,
@@ -45,6 +48,7 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
         max_step_tokens=engine.max_step_tokens,
         max_context=max_context,
         vocab_size=model_config.vocab_size,
+        host_pages=engine.host_kv_memory // bytes_per_page,
     )
     logger.info("mesh: %s; %s", dict(mesh.shape), limits)
     return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options)

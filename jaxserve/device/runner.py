@@ -24,6 +24,7 @@ from jaxserve.device import compile_counter
 from jaxserve.device.abstract import abstract_state, initial_state, pool_shape
 from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
 from jaxserve.device.compiler import release_freed_memory, step_options, uses_onednn
+from jaxserve.device.host_pages import HostPages
 from jaxserve.device.pack import abstract_upload, pack
 from jaxserve.device.prepare import Preparation
 from jaxserve.device.sampler import Sampled, choose_draw, sample
@@ -124,6 +125,7 @@ class DeviceRunner:
         self._params: Any = None
         self._state: DeviceState
         self._preparation: Preparation
+        self._host_pages: HostPages | None = None
         self._buckets = enumerate_buckets(limits)
         self._steps: dict[Bucket, Any] = {}
         draw_impl, reason = choose_draw(mesh.devices.flat[0].platform, config.vocab_size)
@@ -170,6 +172,7 @@ class DeviceRunner:
         try:
             compiling = {pool.submit(self._compile, bucket): bucket for bucket in order}
             preparation = pool.submit(Preparation, self._abstract_state, self._limits, self._everywhere)
+            host_pages = pool.submit(self._make_host_pages)
             weights = load()
             for done, future in enumerate(as_completed(compiling), start=1):
                 self._steps[compiling[future]] = future.result()
@@ -179,7 +182,7 @@ class DeviceRunner:
         finally:
             # Whoever interrupts this does not want to wait for what has not begun.
             pool.shutdown(wait=False, cancel_futures=True)
-        self._preparation = preparation.result()
+        self._preparation, self._host_pages = preparation.result(), host_pages.result()
         self._params, self._state = weights.params, self._empty_state(weights.kv_scales)
         for bucket in self._buckets:
             if bucket.num_tokens <= WARM_UP_TOKENS:
@@ -208,11 +211,30 @@ class DeviceRunner:
     def submit(self, plan: StepPlan) -> DeviceStep:
         """Pack and dispatch `plan` without waiting for it."""
         started = time.perf_counter()
-        self._state = self._preparation.prepare(self._state, plan)
+        self._prepare(plan)
         bucket = bucket_for_plan(self._buckets, plan)
         packed, places = pack(plan, bucket, self._limits)
         result = self._dispatch(bucket, packed)
         return DeviceStep(plan, places, result, num_top_logprobs(self._config), time.perf_counter() - started)
+
+    def _prepare(self, plan: StepPlan) -> None:
+        host_pages = self._host_pages
+        if plan.saves and host_pages is not None:
+            host_pages.save(self._state.pools, plan.saves)
+        self._state = self._preparation.prepare(self._state, plan)
+        if plan.loads and host_pages is not None:
+            self._state = dataclasses.replace(self._state, pools=host_pages.load(self._state.pools, plan.loads))
+
+    def time_loads(self) -> dict[int, float]:
+        """Seconds that pages take from host memory to the device, by how many go at once. Writes over pages, so no sequence
+        may be live, nor any page hold what will be read. There must be `limits.host_pages`."""
+        assert self._host_pages is not None, "a runner without host pages"
+        pools, seconds = self._host_pages.time_loads(self._state.pools)
+        self._state = dataclasses.replace(self._state, pools=pools)
+        return seconds
+
+    def _make_host_pages(self) -> HostPages | None:
+        return HostPages(self._abstract_state, self._limits.host_pages) if self._limits.host_pages else None
 
     def _dispatch(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         uploaded = jax.device_put(packed, self._everywhere)

@@ -173,22 +173,40 @@ class Calibrator:
         return StepPlan(self._next_step_id, tuple(rows))
 
 
-def build_pacer(engine: EngineConfig, runner: Runner, buckets: Sequence[Bucket], bucket_for: BucketFor) -> Pacer | None:
-    """What keeps `slo_itl_ms` on a warm runner; None where there is no such target.
-
-    Its model comes from the file that `step_cost` names, or is measured here, roughly, in a few seconds.
+def find_cost(engine: EngineConfig, runner: Runner, buckets: Sequence[Bucket], bucket_for: BucketFor) -> StepCost:
+    """What steps cost on a warm runner: from the file that `step_cost` names, or measured here, roughly, in a few seconds.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    if not engine.slo_itl_ms:
-        return None
     if engine.step_cost:
-        cost: StepCost
         cost, origin = read_cost(Path(engine.step_cost))
         logger.info("step costs from %s: %s", engine.step_cost, origin)
-    else:
-        points = quick_points(runner.limits, buckets, bucket_for)
-        cost = fit_cost(Calibrator(runner, bucket_for).measure(points, rounds=1))
-        logger.info("step costs, measured on %d kinds of step: %s", len(points), cost)
+        return cost
+    points = quick_points(runner.limits, buckets, bucket_for)
+    fitted = fit_cost(Calibrator(runner, bucket_for).measure(points, rounds=1))
+    logger.info("step costs, measured on %d kinds of step: %s", len(points), fitted)
+    return fitted
+
+
+def build_pacer(
+    engine: EngineConfig,
+    runner: Runner,
+    buckets: Sequence[Bucket],
+    bucket_for: BucketFor,
+    *,
+    cost: StepCost | None = None,
+) -> Pacer | None:
+    """What keeps `slo_itl_ms` on a warm runner; None where there is no such target.
+
+    Args:
+        cost: where it is known already what steps cost; else it is found here.
+
+    Raises:
+        ConfigError: the file that `step_cost` names cannot be read.
+    """
+    if not engine.slo_itl_ms:
+        return None
+    if cost is None:
+        cost = find_cost(engine, runner, buckets, bucket_for)
     return Pacer(cost, buckets, bucket_for, target_seconds=engine.slo_itl_ms / 1000)

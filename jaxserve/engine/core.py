@@ -42,6 +42,8 @@ class EngineStats:
         num_evicted_pages: pages that lost their prefix to make room.
         free_pages: pages that can be had, those that hold a prefix nobody uses among them.
         cached_pages: those of the free ones.
+        num_saved_pages, num_loaded_pages: pages copied to host memory, and back.
+        host_pages: pages held in host memory.
         pinned_pages: pages kept for `--pin-prefix`.
     """
 
@@ -61,6 +63,9 @@ class EngineStats:
     num_evicted_pages: int = 0
     cached_pages: int = 0
     pinned_pages: int = 0
+    num_saved_pages: int = 0
+    num_loaded_pages: int = 0
+    host_pages: int = 0
 
 
 class EngineCore:
@@ -210,12 +215,13 @@ class EngineCore:
         return num_pages
 
     def drop_cache(self) -> int:
-        """Forget every prefix that no running request uses and that is not pinned; the pages that held one."""
+        """Forget every prefix that no running request uses and is not pinned, on the host too; the pages that held one."""
         return self._scheduler.memory.drop_idle()
 
     def stats(self) -> EngineStats:
         """A snapshot. Cheap and only reads: from another thread, some figures may be those before a step, others after."""
         scheduler, memory = self._scheduler, self._scheduler.memory
+        tier = memory.tier
         return EngineStats(
             num_steps=self._num_steps,
             num_tokens=self._num_tokens,
@@ -233,4 +239,7 @@ class EngineCore:
             num_evicted_pages=memory.num_evicted,
             cached_pages=memory.num_cached,
             pinned_pages=memory.num_pinned,
+            num_saved_pages=0 if tier is None else tier.num_saved,
+            num_loaded_pages=0 if tier is None else tier.num_loaded,
+            host_pages=0 if tier is None else len(tier),
         )

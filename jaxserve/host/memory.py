@@ -9,6 +9,9 @@ What makes sharing safe is the scheduler's invariant that steps run in the order
   later plan, so it is read after it was written; a failed step ends with `clear`, since the pool may be lost.
 - A row writes only positions that its sequence has not dispatched, and these are in pages of its own: full pages are shared,
   the page that a sequence writes never is. Where it starts in the middle of a page that others hold, it gets a copy.
+- A page that comes back from the host tier is like one that is computed: the plan that loads it fills a page of the sequence's
+  own, which enters the tree with the next plan. An evicted page may be given away in the plan that saves it, since its saves
+  come before all that it writes.
 - Whoever references a page of the tree references all pages before it. Two sequences that compute the same page at once
   would break that, so the second to finish gives up its own for the first's.
 """
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 from jaxserve.errors import ConfigError
 from jaxserve.host.pages import PagePool
 from jaxserve.host.prefix import Node, PrefixTree, take_waiters
+from jaxserve.host.tier import HostTier
 from jaxserve.request import Sequence
 
 MAX_CANDIDATES = 4
@@ -38,6 +42,7 @@ class Found:
         nodes: full pages, in order.
         num_idle: how many of them count as free until they are taken.
         copied: a further page that agrees in its first `num_copied` tokens; None for none.
+        loaded: entries of the host tier for full pages after `nodes`.
         computing: the last page of its prefix that a more important sequence computes now, for which it had better wait.
     """
 
@@ -45,6 +50,7 @@ class Found:
     num_idle: int = 0
     copied: int | None = None
     num_copied: int = 0
+    loaded: tuple[bytes, ...] = ()
     computing: Node | None = None
 
 
@@ -52,18 +58,20 @@ NOTHING = Found()
 
 
 class Memory:
-    """The pool and, if `tree` is given, the prefixes in it.
+    """The pool and, if `tree` is given, the prefixes in it, and in `tier` those that were evicted.
 
     Attributes:
         num_asked_tokens, num_hit_tokens: prompt tokens of sequences that ran, and how many of them were found.
     """
 
-    def __init__(self, num_pages: int, page_size: int, tree: PrefixTree | None = None) -> None:
+    def __init__(self, num_pages: int, page_size: int, tree: PrefixTree | None = None, tier: HostTier | None = None) -> None:
+        assert tree is not None or tier is None, "a host tier without prefixes"
         assert tree is None or tree.page_size == page_size, f"pages of {page_size} tokens, a tree of {tree and tree.page_size}"
         self._num_pages = num_pages
         self._size = page_size
         self._pool = PagePool(num_pages)
         self._tree = tree
+        self.tier = tier
         self._leaves: dict[Sequence, Node] = {}  # the last page that each shares
         self._ends: dict[Sequence, Node] = {}  # the last page that was full when it opened
         self.num_asked_tokens = 0
@@ -119,6 +127,11 @@ class Memory:
             node = child
         if computing is not None:
             return Found(computing=computing)
+        if self.tier is not None:
+            loaded = self.tier.find(tree, nodes[-1] if nodes else root, seq, len(nodes), last)
+            if loaded:
+                tree.prune(root)
+                return Found(tuple(nodes), sum(node.idle for node in nodes), loaded=loaded)
         copied, num_copied = self._find_beginning(tree, nodes[-1] if nodes else root, tokens, len(nodes))
         tree.prune(root)
         return Found(tuple(nodes), sum(node.idle for node in nodes), copied, num_copied)
@@ -152,7 +165,10 @@ class Memory:
         self._pool.retain(seq.pages)
         seq.num_shared = len(seq.pages)
         seq.dispatched = seq.num_shared * self._size
-        seq.planned = seq.computed = seq.dispatched + found.num_copied
+        seq.planned = seq.computed = seq.dispatched + found.num_copied + len(found.loaded) * self._size
+        if found.loaded:
+            assert self.tier is not None
+            self.tier.hold(found.loaded)
         if seq.cached is None:
             seq.cached = min(seq.planned, seq.num_prompt)
             self.num_asked_tokens += seq.num_prompt
@@ -176,8 +192,18 @@ class Memory:
         pool = self._pool
         while pool.num_free < count:
             assert self._tree is not None
-            pool.discard(self._tree.evict())
+            node, page = self._tree.evict()
+            if self.tier is not None:
+                self.tier.save(node, page)
+            pool.discard(page)
         seq.pages += pool.allocate(count)
+
+    def load(self, seq: Sequence, found: Found) -> None:
+        """Have the plan in the making fill pages of `seq` with what was found for it in the host tier."""
+        if found.loaded:
+            assert self.tier is not None
+            first = len(found.nodes)
+            self.tier.load(found.loaded, seq.pages[first : first + len(found.loaded)])
 
     def wait(self, seq: Sequence, node: Node) -> None:
         """Have `share` or `close` return `seq` when `node`, which another computes, has its page or loses its owner."""
@@ -244,6 +270,10 @@ class Memory:
 
     # The whole.
 
+    def take_moves(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """What the plan that has just been made saves to the host tier, as (page, slot), and loads, as (slot, page)."""
+        return ((), ()) if self.tier is None else self.tier.take_moves()
+
     def pin(self, tokens: Seq[int], salt: str) -> int:
         """Keep the full pages of a prefix once they have been computed, now and after a `clear`; how many more those are.
 
@@ -279,14 +309,17 @@ class Memory:
         return nodes
 
     def drop_idle(self) -> int:
-        """Forget every prefix that nobody references or has pinned; the pages that held one."""
+        """Forget every prefix that nobody references or has pinned; the pages that held one, those in the host tier too."""
         tree = self._tree
         if tree is None:
             return 0
         count = tree.num_idle
         for _ in range(count):
-            self._pool.discard(tree.evict())
+            self._pool.discard(tree.evict()[1])
         tree.num_evicted -= count
+        if self.tier is not None:
+            count += len(self.tier)
+            self.tier.clear()
         return count
 
     def clear(self) -> None:
@@ -309,6 +342,8 @@ class Memory:
             self._pool.check_integrity(tables)
             return
         tree.check_integrity()
+        if self.tier is not None:
+            self.tier.check_integrity()
         nodes = list(tree.nodes())
         tables.append([node.page for node in nodes if node.pinned and node.page is not None])
         self._pool.check_integrity(tables, [node.page for node in nodes if node.page is not None])

@@ -36,11 +36,12 @@ class Node:
         num_uses: times that a sequence found it.
         last_used: number of the tree's event at which it became idle last, which orders such events in time.
         value: what the policy gave it then; the least goes first.
+        digest: the name of all tokens up to its end, once the host tier has asked for it.
     """
 
     __slots__ = (
         *("parent", "key", "depth", "children", "num_paged", "page", "owner", "waiters", "num_open", "tail"),
-        *("idle", "pinned", "num_uses", "last_used", "value", "entry"),
+        *("idle", "pinned", "num_uses", "last_used", "value", "entry", "digest"),
     )
 
     def __init__(self, parent: Node | None, key: bytes, depth: int) -> None:
@@ -60,6 +61,7 @@ class Node:
         self.last_used = 0
         self.value = 0.0
         self.entry = -1  # number of its valid entry in the heap
+        self.digest = b""
 
 
 Policy = Callable[[Node, float], float]
@@ -191,15 +193,15 @@ class PrefixTree:
         self.num_idle -= 1
         self._forget_entry(node)
 
-    def evict(self) -> int:
-        """Take the page of the least valuable idle leaf out of the tree. One must be idle."""
+    def evict(self) -> tuple[Node, int]:
+        """Take the page of the least valuable idle leaf out of the tree: that node, and the page. One must be idle."""
         while True:
             value, entry, node = heapq.heappop(self._heap)
             if node.entry == entry:
                 break
         self._clock = max(self._clock, value)
         self.num_evicted += 1
-        return self._take_page(node)
+        return node, self._take_page(node)
 
     def _take_page(self, node: Node) -> int:
         page, parent = node.page, node.parent

@@ -45,6 +45,7 @@ from jaxserve.host.rows import (
     reason_to_finish,
 )
 from jaxserve.host.running import Running
+from jaxserve.host.tier import HostTier
 from jaxserve.plan import RunnerLimits, StepPlan, StepResult
 from jaxserve.request import FinishReason, Request, Sequence, TokenEvent, TokenLogprobs
 
@@ -61,6 +62,7 @@ class Scheduler:
         seed: of the generator that draws seeds for requests without one; None for one that the system seeds.
         clock: seconds, on which requests' deadlines are.
         prefixes: an empty tree to keep and share computed prefixes in; None to share nothing.
+        tier: keeps what is evicted from `prefixes`, where the runner's host memory has slots for it; None for nothing.
         pacer: chooses how many tokens of chunks go into a step beside decodes; None for as many as the limits allow.
 
     Raises:
@@ -76,6 +78,7 @@ class Scheduler:
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         prefixes: PrefixTree | None = None,
+        tier: HostTier | None = None,
         pacer: Pacer | None = None,
     ) -> None:
         check_can_progress(limits, prefill_chunk)
@@ -85,7 +88,7 @@ class Scheduler:
         self._random = random.Random(seed)
         self._clock = clock
         self._pacer = pacer
-        self.memory = Memory(limits.num_pages, limits.page_size, prefixes)
+        self.memory = Memory(limits.num_pages, limits.page_size, prefixes, tier)
         self._live: dict[str, Sequence] = {}
         self._running = Running(limits.max_seqs, limits.page_size, self.memory)
         self._waiting = self._running.waiting
@@ -217,7 +220,8 @@ class Scheduler:
             self._admit_before(math.inf, draft)
         if not draft.rows:
             return None
-        plan = StepPlan(self._next_step_id, tuple(draft.rows), tuple(draft.copies))
+        saves, loads = self.memory.take_moves()
+        plan = StepPlan(self._next_step_id, tuple(draft.rows), tuple(draft.copies), saves, loads)
         self._next_step_id += 1
         self._in_flight.append((plan, draft.seqs))
         return plan
@@ -311,6 +315,7 @@ class Scheduler:
         count = min(len(seq.tokens) - seq.planned, self._prefill_chunk, draft.budget)
         draft.charge(count)
         self._running.grow(seq, seq.planned + count)
+        self.memory.load(seq, found)
         if found.copied is not None:
             draft.copies.append((found.copied, seq.pages[len(found.nodes)]))
         return count

@@ -112,6 +112,7 @@ class _EngineCollector(Collector):
             "total_pages": ("Pages of the KV pool.", stats.total_pages),
             "cached_pages": ("Free pages that hold a prefix, until they are wanted.", stats.cached_pages),
             "pinned_pages": ("Pages kept for pinned prefixes.", stats.pinned_pages),
+            "host_pages": ("Pages held in host memory.", stats.host_pages),
             "prefix_hit_rate": (
                 "Part of all prompt tokens so far that were cached, 0 to 1.",
                 stats.num_prefix_hit_tokens / max(1, stats.num_prefix_asked_tokens),
@@ -123,6 +124,8 @@ class _EngineCollector(Collector):
             "prefix_asked_tokens": ("Prompt tokens of sequences that ran.", stats.num_prefix_asked_tokens),
             "prefix_hit_tokens": ("Those of them that were cached.", stats.num_prefix_hit_tokens),
             "evicted_pages": ("Pages that lost their prefix to make room.", stats.num_evicted_pages),
+            "saved_pages": ("Pages copied to host memory to make room.", stats.num_saved_pages),
+            "loaded_pages": ("Pages copied back from host memory.", stats.num_loaded_pages),
             "preemptions": ("Times that a sequence lost its pages.", stats.num_preemptions),
             "step_failures": ("Steps that failed.", stats.num_failures),
             "exposed_host_seconds": ("Host time in which the device had nothing to do.", stats.exposed_host_seconds),

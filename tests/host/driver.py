@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
+from jaxserve.host.tier import HostTier, Pays
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import Request, SamplingParams, Sequence, TokenEvent
 from tests.fakes import FakeHandle, FakeRunner, PlanViolation
@@ -42,7 +43,11 @@ def make_request(
 
 
 class Driver:
-    """A scheduler and a fake runner, with any number of steps in flight. Checks integrity after every call."""
+    """A scheduler and a fake runner, with any number of steps in flight. Checks integrity after every call.
+
+    Args:
+        pays: of the host tier, which there is with `prefixes` where `limits` have slots for it.
+    """
 
     def __init__(
         self,
@@ -51,16 +56,19 @@ class Driver:
         prefill_chunk: int = 16,
         eos_token_ids: tuple[int, ...] = (EOS,),
         prefixes: bool = False,
+        pays: Pays = lambda start, num_pages, num_tokens: True,
         **runner: Any,
     ) -> None:
         self.now = 0.0
         self.limits = limits or make_limits()
+        self.tier = HostTier(self.limits.host_pages, pays) if prefixes and self.limits.host_pages else None
         self.scheduler = Scheduler(
             self.limits,
             prefill_chunk=prefill_chunk,
             eos_token_ids=eos_token_ids,
             seed=1,
             prefixes=PrefixTree(self.limits.page_size) if prefixes else None,
+            tier=self.tier,
             clock=lambda: self.now,
         )
         self.runner = FakeRunner(self.limits, **{"next_token": lambda tokens, seed: 7, **runner})

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.host.scheduler import Scheduler
+from jaxserve.host.tier import Pays
 from jaxserve.plan import PlanRow, RunnerLimits
 from jaxserve.request import FinishReason, Request, SamplingParams, Sequence, TokenEvent
 from tests.fakes import expected_output, fake_logprobs
@@ -57,6 +58,19 @@ params_strategy = st.builds(
 
 text_strategy = st.tuples(st.integers(0, 1), st.sampled_from([100, 100, 70, 40]), st.sampled_from(["", "", "", "salt"]))
 """Which text a prompt is of, percent of it after which a request goes its own way, and its salt."""
+
+
+def always(start: int, num_pages: int, num_tokens: int) -> bool:
+    return True
+
+
+def never(start: int, num_pages: int, num_tokens: int) -> bool:
+    return False
+
+
+def only_long(start: int, num_pages: int, num_tokens: int) -> bool:
+    """As on a machine where a load costs as much as two pages' tokens at once."""
+    return num_pages > 2
 
 
 @dataclass
@@ -112,10 +126,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_in_flight=st.integers(1, 3),
         eos_probability=st.sampled_from([0.0, 0.02, 0.2]),
         prefixes=st.booleans(),
+        host_pages=st.sampled_from([0, 0, 1, 3, 8, 1000]),
+        pays=st.sampled_from([always, always, never, only_long]),
     )
     def start(
-        self, limits: RunnerLimits, prefill_chunk: int, max_in_flight: int, eos_probability: float, prefixes: bool
+        self,
+        limits: RunnerLimits,
+        prefill_chunk: int,
+        max_in_flight: int,
+        eos_probability: float,
+        prefixes: bool,
+        host_pages: int,
+        pays: Pays,
     ) -> None:
+        limits, prefixes = self.choose(dataclasses.replace(limits, host_pages=host_pages), prefixes)
+        self.pays = pays
         self.prefill_chunk = prefill_chunk
         self.max_in_flight = max_in_flight
         self.driver = Driver(
@@ -123,12 +148,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_chunk=prefill_chunk,
             eos_token_ids=EOS_IDS,
             prefixes=prefixes,
+            pays=pays,
             next_token=None,
             eos_probability=eos_probability,
         )
         self.cached = CachedPrefixes(limits.page_size, prefixes)
         self.live: dict[str, Tracked] = {}
         self.finished: list[Tracked] = []
+
+    def choose(self, limits: RunnerLimits, prefixes: bool) -> tuple[RunnerLimits, bool]:
+        """What a narrower machine makes of what was drawn."""
+        return limits, prefixes
 
     @property
     def scheduler(self) -> Scheduler:
@@ -290,11 +320,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert row.start > 0
 
     def check_start(self, row: PlanRow, seq: Sequence) -> None:
-        """It starts after the pages that earlier plans computed, whoever for; all of them, if none was evicted."""
+        """It starts after the pages that earlier plans computed, whoever for; all of them, if none was lost."""
         size = self.driver.limits.page_size
         expected = self.cached.num_pages(seq)
         assert row.start // size <= expected, "a page was shared that nobody has computed"
-        if self.scheduler.memory.num_evicted == 0 and not self.cached.dropped:
+        tier = self.driver.tier
+        none_lost = tier.num_lost == 0 and self.pays is always if tier is not None else False
+        if (self.scheduler.memory.num_evicted == 0 or none_lost) and not self.cached.dropped:
             assert row.start // size == expected, "a page that is there was not found"
 
     def check_victims(
@@ -315,9 +347,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         memory = self.scheduler.memory
         num_free, num_cached = memory.num_free, memory.num_cached
-        assert memory.drop_idle() == num_cached
+        num_on_host = len(memory.tier) if memory.tier else 0
+        assert memory.drop_idle() == num_cached + num_on_host
         assert (memory.num_free, memory.num_cached) == (num_free, 0)
-        self.cached.dropped |= num_cached > 0
+        assert not memory.tier
+        self.cached.dropped |= num_cached + num_on_host > 0
 
     @precondition(lambda self: self.driver.in_flight)
     @rule()
@@ -338,6 +372,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(event.finish_reason is FinishReason.ERROR for event in events)
         self.take(events)
         self.cached.pages.clear()
+        assert not self.scheduler.memory.tier
         assert self.scheduler.num_free_pages == self.driver.limits.num_pages
 
     def take(self, events: list[TokenEvent]) -> None:
