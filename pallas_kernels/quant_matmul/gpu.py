@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Num
 
+from pallas_kernels import pytree
 from pallas_kernels.quant_matmul.gpu_kernel import (
     BLOCK,
     FEW_SUMS,
@@ -58,7 +58,7 @@ class Tuning:
     stages: int = 0
 
 
-@struct.dataclass
+@pytree.dataclass
 class Laid:
     """Weights in whole tiles, padded with zeros.
 
@@ -71,8 +71,8 @@ class Laid:
     values: Num[Array, "padded_out padded_in"]
     scales: Float[Array, "padded_G padded_out"]
     offsets: Float[Array, "out G"] | None
-    form: Form = struct.field(pytree_node=False)
-    tuning: Tuning = struct.field(pytree_node=False)
+    form: Form = pytree.static()
+    tuning: Tuning = pytree.static()
 
 
 def lay_out(weights: QuantWeights, **options: int) -> Laid:
