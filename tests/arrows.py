@@ -13,7 +13,7 @@ from pathlib import Path
 
 FLOOR_0 = ("jaxserve.errors", "jaxserve.config", "jaxserve.request", "jaxserve.plan", "jaxserve.__version__")
 NETWORK_AND_LOOPS = frozenset({"asyncio", "socket", "socketserver", "ssl", "http", "selectors", "urllib"})
-ARRAYS = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "jaxtyping")
+ARRAYS = ("jax", "jaxlib", "numpy", "ml_dtypes", "jaxtyping")
 
 
 @dataclass(frozen=True, slots=True)
