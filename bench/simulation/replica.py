@@ -17,7 +17,7 @@ from bench.simulation.virtual import CostRunner, VirtualClock
 from jaxserve.config import ServeConfig
 from jaxserve.device.buckets import choose_bucket, enumerate_buckets
 from jaxserve.engine.core import EngineCore
-from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.host.admission import Admission, cap_output
 from jaxserve.host.cost import BucketFor, StepCost
 from jaxserve.host.pace import Pacer
@@ -51,6 +51,8 @@ class Setting:
 def limits_of(setting: Setting) -> RunnerLimits:
     """The limits that a server with this setting would have."""
     engine = setting.config.engine
+    if engine.host_kv_memory:
+        raise ConfigError(f"host_kv_memory is {engine.host_kv_memory}, yet the simulator knows no host tier; leave it out")
     max_context = engine.max_context or DEFAULT_MAX_CONTEXT
     usable = engine.max_seqs * -(-max_context // engine.page_size)
     fitting = (engine.kv_memory or DEFAULT_KV_BYTES) // max(1.0, setting.kv_bytes_per_token * engine.page_size)

@@ -219,6 +219,7 @@ class DeviceRunner:
 
     def _prepare(self, plan: StepPlan) -> None:
         host_pages = self._host_pages
+        assert host_pages is not None or not (plan.saves or plan.loads), "a plan moves pages to or from a host without slots"
         if plan.saves and host_pages is not None:
             host_pages.save(self._state.pools, plan.saves)
         self._state = self._preparation.prepare(self._state, plan)

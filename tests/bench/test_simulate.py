@@ -173,6 +173,8 @@ def test_the_pool_follows_the_memory() -> None:
     setting = make_setting(num_pages=0, kv_memory=1000, max_seqs=4)
     assert limits_of(setting).num_pages == 1000 // 16
     assert limits_of(make_setting(num_pages=0, kv_memory=10**9)).num_pages == 4 * 512 // 16
+    with pytest.raises(ConfigError, match="the simulator knows no host tier"):
+        limits_of(make_setting(host_kv_memory=2**30))
 
 
 def test_simulating_does_not_load_jax() -> None:

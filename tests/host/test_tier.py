@@ -14,9 +14,10 @@ from jaxserve.device.buckets import choose_bucket, enumerate_buckets
 from jaxserve.engine.tiering import build_tier
 from jaxserve.errors import ConfigError
 from jaxserve.host.cost import ChipCost, FittedCost, KindCost, StepCost
+from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.tier import HostTier, LoadOrCompute
 from jaxserve.plan import RunnerLimits
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request, SamplingParams, Sequence
 from tests.host.driver import Driver, make_limits, output_of
 from tests.host.test_scheduler_machine import SchedulerMachine
 
@@ -70,6 +71,28 @@ def test_the_oldest_is_given_up_first_and_later_pages_before_earlier_ones() -> N
     assert driver.tier is not None
     assert (driver.tier.num_saved, driver.tier.num_lost, len(driver.tier)) == (7, 3, 4)
     assert ask(driver, 0) == 4
+
+
+def test_what_came_back_is_given_up_from_its_end() -> None:
+    tree = PrefixTree(PAGE)
+    seq = Sequence(0, Request(request_id="a", prompt=(1,)), list(range(9)), 1)
+    root = tree.root("")
+    first = tree.child(root, tree.key(seq.tokens, 0))
+    second = tree.child(first, tree.key(seq.tokens, 1))
+    other = tree.child(root, tree.key(range(40, 44), 0))
+    tier = HostTier(2, lambda start, num_pages, num_tokens: True)
+    tier.save(second, 5)
+    tier.save(first, 6)
+    assert tier.take_moves() == (((5, 0), (6, 1)), ())
+    found = tier.find(tree, root, seq, 0, 2)
+    tier.hold(found)
+    tier.load(found, [2, 3])
+    tier.save(other, 7)  # both slots are in use
+    assert tier.take_moves() == ((), ((1, 2), (0, 3)))
+    tier.save(other, 7)
+    assert tier.take_moves() == (((7, 0),), ())
+    assert tier.find(tree, root, seq, 0, 2) == found[:1]
+    assert (tier.num_saved, tier.num_loaded, tier.num_lost, len(tier)) == (3, 2, 2, 2)
 
 
 def test_a_tier_that_does_not_pay_is_not_asked() -> None:
