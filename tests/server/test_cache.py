@@ -103,6 +103,8 @@ async def test_metrics_count_hits_and_evictions() -> None:
         assert await figure(server, "cached_pages") == 5
         assert await figure(server, "evicted_pages_total") == 0
         assert await figure(server, "pinned_pages") == 0
+        for name in ("host_pages", "saved_pages_total", "loaded_pages_total"):
+            assert await figure(server, name) == 0
 
 
 async def test_nobody_may_drop_the_cache_of_a_server_without_an_administrator() -> None:
