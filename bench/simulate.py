@@ -25,8 +25,8 @@ from jaxserve.host.cost_file import read_cost
 
 DESCRIPTION = """\
 Run the server's own scheduler, prefix cache, admission and loop over a trace, in virtual time: an hour of traffic in a minute.
-What a step takes comes from --cost: a file that `python -m bench.calibrate` measured, or one with a chip's figures, as in
-configs/costs/.
+What a step takes comes from --cost: a file that `python -m bench.calibrate` measured, or one with a chip's figures. Without it
+from the settings' step_cost, or else from the one file in configs/costs/ that is about the model.
 """
 EXAMPLES = r"""
 examples:
@@ -36,6 +36,7 @@ examples:
   ... --replicas 1:8 --autoscale queue,tokens,utilisation      # what a fleet would do, and what it would cost
   ... --find-batch --slo-ttft-p95 1 --slo-itl-p95 0.1 --out configs/serving/mine.toml     # the largest batch within targets
 """
+COSTS = Path(__file__).resolve().parent.parent / "configs" / "costs"
 POLICIES = ("queue", "tokens", "utilisation", "schedule")
 
 
@@ -56,14 +57,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _setting(args: argparse.Namespace) -> Setting:
-    cost, origin = read_cost(args.cost)
     config = serve_config_from_args(args)
+    path = args.cost or (Path(config.engine.step_cost) if config.engine.step_cost else _known_cost(config.model))
+    cost, origin = read_cost(path)
     kv_bytes = origin.kv_bytes_per_token
     if not kv_bytes and not config.engine.num_pages:
-        raise ConfigError(
-            f"{args.cost} has no origin.kv_bytes_per_token, so the KV pool's size is unknown; give --num-pages N"
-        )
+        raise ConfigError(f"{path} has no origin.kv_bytes_per_token, so the KV pool's size is unknown; give --num-pages N")
     return Setting(config, cost, kv_bytes, origin.request_seconds, origin.spread)
+
+
+def _known_cost(model: str) -> Path:
+    """The one file of `configs/costs/` that is about this model."""
+    models = {path: read_cost(path)[1].model for path in sorted(COSTS.glob("*.toml"))}
+    found = [path for path, name in models.items() if name == model]
+    if len(found) != 1:
+        known = ", ".join(f"{path.name} ({name})" for path, name in models.items())
+        raise ConfigError(
+            f"{len(found)} files of {COSTS} are about {model!r}, so --cost must name one; there are {known}; "
+            "python -m bench.calibrate measures one here"
+        )
+    print(f"step costs: {found[0]}", file=sys.stderr)
+    return found[0]
 
 
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:
@@ -188,7 +202,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_model_flags(parser)
     group = parser.add_argument_group("simulation")
     group.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Azure CSV, Mooncake JSON lines, or lengths")
-    group.add_argument("--cost", type=Path, required=True, metavar="FILE", help="what steps take")
+    group.add_argument("--cost", type=Path, metavar="FILE", help="what steps take; default: the known costs of the model")
     group.add_argument("--rate", type=float, metavar="R", help="requests a second at random, instead of the trace's times")
     group.add_argument("--requests", type=int, metavar="N", help="the first N only")
     group.add_argument("--max-prompt", type=int, default=0, metavar="N", help="cut longer prompts; default: leave them")

@@ -326,6 +326,13 @@ def files(tmp_path: Path) -> list[str]:
     return ["--model", "m", "--cost", str(cost), "--trace", str(trace), "--max-seqs", "8", "--max-step-tokens", "64"]
 
 
+def test_without_costs_those_of_the_model_are_taken(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["--model", "smollm2-135m-instruct", "--max-context", "2048", *files[4:]]) == 0
+    assert "epyc-2-cores-smollm2-135m.toml" in capsys.readouterr().err
+    assert simulate.main(["--model", "m", *files[4:]]) == 2
+    assert "bench.calibrate" in capsys.readouterr().err
+
+
 def test_the_command_reports_plots_and_writes(files: list[str], tmp_path: Path, capsys) -> None:
     out, svg = tmp_path / "deep/out.json", tmp_path / "plots/p.svg"
     assert simulate.main([*files, "--json", str(out), "--plot", str(svg)]) == 0
