@@ -43,16 +43,17 @@ def step_options(bucket: Bucket) -> Options:
     """XLA options for the step of `bucket`."""
     if jax.default_backend() != "cpu":
         return {}
-    if not uses_onednn(bucket):
-        return _CPU
-    _expect_uncached()
-    return _ONEDNN
+    return _ONEDNN if uses_onednn(bucket) else _CPU
 
 
 def uses_onednn(bucket: Bucket) -> bool:
     """Whether oneDNN computes the products of this bucket's step, so that it is compiled anew at every start."""
     wanted = bucket.chunk_tokens == 0 and bucket.num_single in ONEDNN_DECODES
-    return wanted and jax.default_backend() == "cpu" and _has_onednn()
+    if not (wanted and jax.default_backend() == "cpu" and _has_onednn()):
+        return False
+    # Here, before anything compiles: a filter that one thread adds is lost when another leaves `catch_warnings`.
+    _expect_uncached()
+    return True
 
 
 def _expect_uncached() -> None:

@@ -183,7 +183,7 @@ async def test_a_thousand_mixed_requests_with_disconnects() -> None:
     rng = random.Random(0)
     outcomes: dict[str, int] = {}
     num_objects: list[int] = []
-    config = HttpConfig(port=0, max_queue_requests=10_000)
+    config = HttpConfig(port=0, max_queue_requests=10_000, max_queue_tokens=1_000_000)
     async with serving(fake_engine(eos_probability=0.02), config=config) as server:
         await server.http.close()
         server.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64))
