@@ -66,7 +66,8 @@ def test_order_and_number_of_slots_do_not_matter(
     assert_equal(alone, run(runner, [requests[index] for index in order], max_seqs=7, max_step_tokens=64).outputs)
 
 
-@pytest.mark.parametrize("chunk", [16, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (64, 2048))])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [16, 64, 2048])
 def test_chunks_of_any_size_give_the_same(
     runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], chunk: int
 ) -> None:

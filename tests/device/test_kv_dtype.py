@@ -58,6 +58,7 @@ KINDS = [("int8", 0.09), pytest.param("bfloat16", 0.02, marks=SLOW), pytest.para
 # --- accuracy ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_dtype", "bound"), KINDS)
 def test_logits_move_by_little(kv_dtype: str, bound: float) -> None:
     """Logits of this model lie 1 apart."""

@@ -38,6 +38,7 @@ def check(page_ids: list[int], page_offsets: list[int], dtype: str, layout: Layo
     np.testing.assert_array_equal(np.asarray(found), np.asarray(from_rows(jnp.asarray(expected), layout)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", get_args(Layout))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @given(

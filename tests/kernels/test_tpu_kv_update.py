@@ -93,6 +93,7 @@ IN_ORDER = np.concatenate([np.arange(5, 30), np.arange(64, 75), [3, 90, 47, 111]
 """A chunk that begins and ends within tiles, one that begins with a page, and decodes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "int8", "float8_e4m3fn"))]
 )

@@ -116,6 +116,7 @@ def test_killed_at_random_moments_it_gives_the_same_output(runs: Runs, unbroken:
     assert runs.output.read_bytes() == unbroken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
 def test_a_signal_stops_it_and_says_how_to_carry_on(runs: Runs, unbroken: bytes, number: signal.Signals, code: int) -> None:
     write_work(runs)
