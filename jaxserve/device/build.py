@@ -42,7 +42,7 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
     if 0 < engine.host_kv_memory < bytes_per_page:
         raise ConfigError(f"host_kv_memory is {engine.host_kv_memory} bytes, too few for one page of {bytes_per_page}")
     limits = RunnerLimits(
-        num_pages=_num_pages(engine, model_config, max_context, mesh, dtype, kv_dtype, attention_impl),
+        num_pages=_num_pages(engine, model_config, max_context, mesh, dtype, bytes_per_page),
         page_size=engine.page_size,
         max_seqs=engine.max_seqs,
         max_step_tokens=engine.max_step_tokens,
@@ -99,15 +99,14 @@ def _num_pages(
     max_context: int,
     mesh: Mesh,
     dtype: np.dtype,
-    kv_dtype: np.dtype,
-    attention_impl: str,
+    bytes_per_page: int,
 ) -> int:
     """Pages of the pool: as configured, else what the memory allows and the sequences can use."""
     if engine.num_pages:
         return engine.num_pages
     usable = engine.max_seqs * -(-max_context // engine.page_size)
     memory = engine.kv_memory or _free_kv_bytes(mesh, _weight_bytes(model_config, mesh, dtype))
-    pages = min(usable, memory // page_bytes(model_config, engine.page_size, mesh, kv_dtype, attention_impl))
+    pages = min(usable, memory // bytes_per_page)
     if pages * engine.page_size < 2 * engine.page_size:
         raise ConfigError(f"{memory} bytes hold {pages} KV pages, which is too few; raise kv_memory or lower page_size")
     return pages

@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Num
 
+from jaxserve.device.prepare import compile_update
 from jaxserve.device.step import DeviceState
 
 BATCHES = (8, 2, 1)
@@ -56,14 +57,11 @@ class HostPages:
 
     def _compile_gather(self, state: DeviceState, size: int) -> Any:
         jitted = jax.jit(gather_pages, out_shardings=self._pages_sharding)
-        return jitted.lower(_abstract(state.pools), self._abstract_ids(size)).compile()
+        return jitted.lower(state.pools, self._abstract_ids(size)).compile()
 
     def _compile_scatter(self, state: DeviceState, size: int) -> Any:
-        pools = _abstract(state.pools)
         pages = jax.ShapeDtypeStruct((size, *self._shape), self._dtype, sharding=self._pages_sharding)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, pools)
-        jitted = jax.jit(scatter_pages, donate_argnums=(0,), out_shardings=shardings)
-        return jitted.lower(pools, self._abstract_ids(size), pages).compile()
+        return compile_update(scatter_pages, state.pools, self._abstract_ids(size), pages)
 
     def _abstract_ids(self, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size,), np.int32, sharding=self._everywhere)
@@ -137,7 +135,3 @@ def _batches(moves: tuple[tuple[int, int], ...]) -> Iterator[tuple[tuple[int, in
         size = next(size for size in BATCHES if size <= len(moves) - first)
         yield moves[first : first + size]
         first += size
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)

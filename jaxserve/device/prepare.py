@@ -33,14 +33,14 @@ class Preparation:
     def __init__(self, state: DeviceState, limits: RunnerLimits, everywhere: NamedSharding) -> None:
         self._limits = limits
         self._everywhere = everywhere
-        pools, slots = _abstract(state.pools), _abstract(state.slots)
+        pools, slots = state.pools, state.slots
         one, pairs = self._abstract_upload(()), self._abstract_upload((limits.max_seqs, 2))
         ids = self._abstract_upload((MAX_LOGIT_BIAS,))
         values = jax.ShapeDtypeStruct((MAX_LOGIT_BIAS,), np.float32, sharding=everywhere)
         history = self._abstract_upload((state.slots.tokens.shape[1],))
-        self._copy_pages = _compile(copy_pages, pools, pairs, one)
-        self._set_bias = _compile(_set_bias, slots, one, ids, values)
-        self._set_history = _compile(_set_history, slots, one, history)
+        self._copy_pages = compile_update(copy_pages, pools, pairs, one)
+        self._set_bias = compile_update(_set_bias, slots, one, ids, values)
+        self._set_history = compile_update(_set_history, slots, one, history)
 
     def _abstract_upload(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._everywhere)
@@ -102,11 +102,7 @@ def _set_history(slots: SlotState, slot: Int[Array, ""], tokens: Int[Array, " C"
     return dataclasses.replace(slots, tokens=slots.tokens.at[slot].set(tokens))
 
 
-def _compile(function: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """A program that updates `state`, its first argument and its result, in place."""
+def compile_update(function: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """A program that updates `state`, its first argument and its result, in place. Arguments are arrays or abstract."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(function, donate_argnums=(0,), out_shardings=shardings).lower(state, *others).compile()
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
