@@ -137,10 +137,6 @@ class PrefixTree:
             root = self._roots[salt] = Node(None, salt.encode("utf-8", "surrogatepass"), 0)
         return root
 
-    def node_of(self, page: int) -> Node:
-        """The node that has `page`."""
-        return self._by_page[page]
-
     def child(self, parent: Node, key: bytes) -> Node:
         """The child of that name, made when it is missing."""
         child = parent.children.get(key)
