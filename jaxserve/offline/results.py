@@ -19,7 +19,7 @@ from jaxserve.host.admission import validate
 from jaxserve.offline.generation import Completion, Engine
 from jaxserve.request import Request
 from jaxserve.server.openai import Call, parse_chat, parse_completion
-from jaxserve.server.responses import ChatShape, CompletionShape, Shape, error_body, status_of, usage, whole
+from jaxserve.server.wire import ChatShape, CompletionShape, Shape, error_body, status_of, usage, whole
 
 Result = dict[str, Any]
 

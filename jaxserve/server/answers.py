@@ -1,6 +1,6 @@
 """How one call is answered over a connection: in one piece or as server-sent events, to readers that leave or stall.
 
-Does not know what bodies mean (`openai`), what answers look like (`responses`), where text comes from (a `joining.Source`) or
+Does not know what bodies mean (`openai`), what answers look like (`wire`), where text comes from (a `joining.Source`) or
 routes.
 """
 
@@ -16,7 +16,7 @@ from aiohttp import web
 from jaxserve.engine.output import ShownToken
 from jaxserve.errors import JaxserveError, RequestTimeout
 from jaxserve.request import FinishReason
-from jaxserve.server import responses
+from jaxserve.server import wire
 from jaxserve.server.joining import Begun
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Answer:
     """Writes one call's answer to one client."""
 
     def __init__(
-        self, request: web.Request, begun: Begun, shape: responses.Shape, *, model_name: str, stall_seconds: float
+        self, request: web.Request, begun: Begun, shape: wire.Shape, *, model_name: str, stall_seconds: float
     ) -> None:
         self._request = request
         self._call = begun.call
@@ -68,7 +68,7 @@ class Answer:
                 if delta.finish_reason is not None:
                     reasons[index] = delta.finish_reason
         wants_logprobs = self._call.requests[0].params.logprobs is not None
-        body = responses.whole(
+        body = wire.whole(
             self._shape,
             call_id=self._call.call_id,
             created=self._created,
@@ -93,8 +93,8 @@ class Answer:
         try:
             error = await self._write_choices(response, outcome)
             if error is not None:
-                await self._write(response, responses.event(error))
-            await self._write(response, responses.DONE)
+                await self._write(response, wire.event(error))
+            await self._write(response, wire.DONE)
         except ReaderStalled:
             outcome.name = "stalled"
         except ConnectionError:
@@ -109,16 +109,16 @@ class Answer:
             raise
         except JaxserveError as error:
             outcome.name = "timeout" if isinstance(error, RequestTimeout) else "error"
-            return responses.error_body(error, status=responses.status_of(error))
+            return wire.error_body(error, status=wire.status_of(error))
         except Exception:
             logger.exception("a stream failed")
             outcome.name = "error"
-            return responses.error_body(INTERNAL_ERROR, status=500, code="internal_error")
+            return wire.error_body(INTERNAL_ERROR, status=500, code="internal_error")
         return None
 
     async def _write_chunks(self, response: web.StreamResponse) -> None:
         call, source = self._call, self._source
-        writer = responses.ChunkWriter(
+        writer = wire.ChunkWriter(
             self._shape,
             call_id=call.call_id,
             created=self._created,

@@ -22,7 +22,7 @@ from aiohttp.typedefs import Handler
 from jaxserve import __version__
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import InvalidRequest, JaxserveError, ModelNotFound, NotReady, QueueFull
-from jaxserve.server import metrics, responses
+from jaxserve.server import metrics, wire
 from jaxserve.server.answers import INTERNAL_ERROR, Answer, Outcome
 from jaxserve.server.body import parse_json
 from jaxserve.server.generation import Generation
@@ -56,7 +56,7 @@ LARGE_BODY = 32 * 1024
 def _error_response(
     error: JaxserveError | str, status: int, *, code: str | None = None, headers: dict[str, str] | None = None
 ) -> web.Response:
-    return web.json_response(responses.error_body(error, status=status, code=code), status=status, headers=headers)
+    return web.json_response(wire.error_body(error, status=status, code=code), status=status, headers=headers)
 
 
 @web.middleware
@@ -65,7 +65,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except JaxserveError as error:
-        return _error_response(error, responses.status_of(error), headers=responses.error_headers(error))
+        return _error_response(error, wire.status_of(error), headers=wire.error_headers(error))
     except web.HTTPException as error:
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         return _error_response(
@@ -120,11 +120,11 @@ class Endpoint:
     name: str
     id_prefix: str
     parse: Callable[..., Call]
-    shape: Callable[[Tokenizer], responses.Shape]
+    shape: Callable[[Tokenizer], wire.Shape]
 
 
-COMPLETIONS = Endpoint("completions", "cmpl-", parse_completion, responses.CompletionShape)
-CHAT = Endpoint("chat_completions", "chatcmpl-", parse_chat, responses.ChatShape)
+COMPLETIONS = Endpoint("completions", "cmpl-", parse_completion, wire.CompletionShape)
+CHAT = Endpoint("chat_completions", "chatcmpl-", parse_chat, wire.ChatShape)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -163,7 +163,7 @@ def _counted(service: Service, endpoint: Endpoint, caller: Caller) -> Iterator[O
 
 
 def _outcome_of(error: JaxserveError) -> str:
-    status = responses.status_of(error)
+    status = wire.status_of(error)
     if status in (429, 503):
         return "busy"
     if status == 408:

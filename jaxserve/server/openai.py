@@ -3,7 +3,7 @@
 Owns which fields there are, and the rule that each either works or is refused with an error that names it. Fields beyond
 OpenAI's (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority`, `cache_salt`,
 `chat_template_kwargs`) are vLLM's, but `timeout` and the names of priorities. What a caller may ask for is in `terms`, the
-way back in `responses`.
+way back in `wire`.
 """
 
 from __future__ import annotations

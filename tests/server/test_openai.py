@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequest, ModelNotFound, RequestError
 from jaxserve.request import SamplingParams
-from jaxserve.server import openai as wire
+from jaxserve.server import openai
 from jaxserve.server.body import parse_json
 from jaxserve.server.openai import Call, parse_chat, parse_completion
 from tests.engine import tiny_tokenizers as tiny
@@ -68,7 +68,7 @@ def test_sampling_fields(parse: Any, field: str, value: Any, expected: Any) -> N
 
 @BOTH
 def test_null_is_the_default(parse: Any) -> None:
-    names = (wire.COMPLETION_FIELDS, wire.CHAT_FIELDS)[parse is chat]
+    names = (openai.COMPLETION_FIELDS, openai.CHAT_FIELDS)[parse is chat]
     nulls = dict.fromkeys(name for name in names if name not in ("model", "prompt", "messages"))
     assert parse(**nulls) == parse()
 
@@ -152,7 +152,7 @@ def test_usage_in_streams() -> None:
     ],
 )
 def test_fields_that_change_nothing_are_accepted(parse: Any, field: str, value: Any) -> None:
-    known = (wire.COMPLETION_FIELDS, wire.CHAT_FIELDS)[parse is chat]
+    known = (openai.COMPLETION_FIELDS, openai.CHAT_FIELDS)[parse is chat]
     if field in known:
         assert parse(**{field: value}) == parse()
     else:
@@ -346,7 +346,7 @@ JSON = st.recursive(
 )
 
 
-@given(fields=st.dictionaries(st.sampled_from(sorted({*wire.CHAT_FIELDS, *wire.COMPLETION_FIELDS})), JSON, max_size=4))
+@given(fields=st.dictionaries(st.sampled_from(sorted({*openai.CHAT_FIELDS, *openai.COMPLETION_FIELDS})), JSON, max_size=4))
 def test_any_body_is_a_call_or_a_request_error(fields: dict[str, Any]) -> None:
     for parse in (parse_completion, parse_chat):
         try:
@@ -367,8 +367,8 @@ def test_every_field_of_the_specification_is_known(shared: Path) -> None:
         parts = [properties(part) for part in schema.get("allOf", ())]
         return set(schema.get("properties", ())).union(*parts)
 
-    assert properties(schemas["CreateCompletionRequest"]) <= set(wire.COMPLETION_FIELDS)
-    assert properties(schemas["CreateChatCompletionRequest"]) <= set(wire.CHAT_FIELDS)
+    assert properties(schemas["CreateCompletionRequest"]) <= set(openai.COMPLETION_FIELDS)
+    assert properties(schemas["CreateChatCompletionRequest"]) <= set(openai.CHAT_FIELDS)
 
 
 def test_hostile_json(shared: Path) -> None:
