@@ -55,7 +55,9 @@ class SamplingParams:
         logit_bias: (token id, value) pairs added to logits, at most 300.
         logprobs: None for none; n from 0 to 20 for the chosen token's and the n most likely tokens', of the model's own
             distribution (before temperature, penalties and bias).
-        stop: strings that end the output and are not part of it. Handled by the text layer.
+        stop: strings that end the output and are not part of it. Handled by the text layer, as the next two.
+        include_stop_str_in_output: the stop string, or the stop token's text, is part of the output after all.
+        skip_special_tokens: special tokens are not text; if false, their names are.
         stop_token_ids: further ids that end the output.
         ignore_eos: do not end at the model's end-of-sequence tokens.
 
@@ -76,6 +78,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 

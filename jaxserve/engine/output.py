@@ -1,8 +1,8 @@
 """One request's token events as text: what the caller of a completion sees.
 
-Owns the rule for what ends an output and what of it is shown: the stop token is not text, a stop string and all after it is
-cut, half a character at the length limit is left out, and a token's log probability comes with its text. Does not know wire
-formats or streams of requests.
+Owns the rule for what ends an output and what of it is shown: a stop token is not text, a stop string and all after it is
+cut (unless the request wants what stopped it), half a character at the length limit is left out, and a token's log
+probability comes with its text. Does not know wire formats or streams of requests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from jaxserve.engine.text import TextDelta, TextStream, Tokenizer
+from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text_stream import TextDelta, TextStream
 from jaxserve.request import FinishReason, Request, TokenEvent, TokenLogprobs
 
 
@@ -35,24 +36,37 @@ class OutputDelta:
         text: may be empty, while text is held back.
         tokens: those whose text has come out, if the request asked for log probabilities.
         finish_reason: set on the last delta. After a stop string the engine still has to be told to abort.
+        stopped_by: on that delta, the stop string or the id of the stop token that ended the output; None for anything else.
     """
 
     text: str
     tokens: tuple[ShownToken, ...]
     finish_reason: FinishReason | None
+    stopped_by: str | int | None = None
 
 
 class Output:
     """Reads the events of one request.
+
+    Args:
+        shown_special: ids of special tokens whose names are text, also where the request wants none of them: what marks the
+            parts of an answer for whoever reads it.
 
     Attributes:
         num_tokens: output tokens so far, with the one that ended it, as usage counts them.
         finish_reason: None while it goes on.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, *, shown_special: frozenset[int] = frozenset()) -> None:
         params = request.params
-        self._stream = TextStream(tokenizer, params.stop, min_tokens=params.min_tokens)
+        self._stream = TextStream(
+            tokenizer,
+            params.stop,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            shown_special=shown_special if params.skip_special_tokens else tokenizer.special_ids,
+        )
+        self._shows_stop_token = params.include_stop_str_in_output
         self._wants_logprobs = params.logprobs is not None
         self._unshown: deque[tuple[int, TokenLogprobs]] = deque()
         self.num_tokens = 0
@@ -64,23 +78,26 @@ class Output:
             return OutputDelta("", (), self.finish_reason)
         tokens = event.tokens
         # The engine says STOP for one reason only: the last token is a stop token.
-        stop_token = event.finish_reason is FinishReason.STOP
-        if stop_token:
+        stop_token = tokens[-1] if event.finish_reason is FinishReason.STOP else None
+        left_out = stop_token is not None and not self._shows_stop_token
+        if left_out:
             tokens = tokens[:-1]
         if self._wants_logprobs:
             self._unshown.extend(zip(tokens, event.logprobs[: len(tokens)], strict=True))
         delta = self._stream.push(tokens)
         text, shown = delta.text, self._show(delta)
+        stopped_by: str | int | None = delta.stop
         if delta.stopped:
             self.finish_reason = FinishReason.STOP
         elif event.finish_reason is not None:
             self.finish_reason = event.finish_reason
             rest = self._stream.cut() if event.finish_reason is FinishReason.LENGTH else self._stream.flush()
+            stopped_by = rest.stop or stop_token
             if rest.stopped:  # half a character became U+FFFD, which completed a stop string
                 self.finish_reason = FinishReason.STOP
             text, shown = text + rest.text, shown + self._show(rest)
-        self.num_tokens = self._stream.num_tokens + (stop_token and not delta.stopped)
-        return OutputDelta(text, shown, self.finish_reason)
+        self.num_tokens = self._stream.num_tokens + (left_out and not delta.stopped)
+        return OutputDelta(text, shown, self.finish_reason, stopped_by)
 
     def _show(self, delta: TextDelta) -> tuple[ShownToken, ...]:
         if not self._wants_logprobs:

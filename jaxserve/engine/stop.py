@@ -19,7 +19,7 @@ class StopAutomaton:
 
     Attributes:
         depth: for each state the length of that suffix: what must be held back, since it may become a stop string.
-        matched: for each state the length of the longest stop string that ends here, or 0.
+        matched: for each state the longest stop string that ends here, or "".
     """
 
     START = 0
@@ -28,7 +28,7 @@ class StopAutomaton:
         self._next: list[dict[str, int]] = [{}]
         self._fail = [0]
         self.depth = [0]
-        self.matched = [0]
+        self.matched = [""]
         for stop in stops:
             self._insert(stop)
         self._link()
@@ -43,9 +43,9 @@ class StopAutomaton:
                 self._next.append({})
                 self._fail.append(0)
                 self.depth.append(self.depth[state] + 1)
-                self.matched.append(0)
+                self.matched.append("")
             state = child
-        self.matched[state] = len(stop)
+        self.matched[state] = stop
 
     def _link(self) -> None:
         queue = deque(self._next[self.START].values())

@@ -1,30 +1,19 @@
-"""Between text and token ids: encoding prompts and conversations, and turning output tokens back into text as they come.
+"""Between text and token ids: encoding prompts and conversations, and what each token is as text.
 
-Owns `Tokenizer` and `TextStream`. Knows neither requests nor sockets.
-
-Special tokens in what a user writes. A conversation's control tokens come from the chat template alone: the text
-`<|im_end|>` inside a message is encoded as those ten characters. For that, the special tokens are given secret names before
-the vocabulary is loaded, so no text can spell one by accident or intent, and `encode` and `encode_chat` translate to the
-secret names exactly where a control token is meant: anywhere in a raw prompt (whose author controls all of it), and only
-outside message content in a conversation. One tokenizer, one pass over the text, so that without look-alikes the ids are
-exactly the plain encoding's.
+Owns `Tokenizer`. Knows neither requests nor sockets. Which special tokens text may spell is `secret_names`' matter, text that
+comes token by token `text_stream`'s.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
-import re
-import secrets
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tokenizers
 
 from jaxserve.engine.chat import ChatTemplate, Message
-from jaxserve.engine.stop import StopAutomaton, stop_automaton
+from jaxserve.engine.secret_names import SecretNames
 from jaxserve.engine.vocab import read_vocabulary
 from jaxserve.errors import InvalidRequest, ModelLoadError
 
@@ -39,6 +28,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: one more than the highest id.
+        special_ids: of control tokens, which are not text.
         bos_token_id, eos_token_id: None where there is no such token.
         template: None without a chat template.
 
@@ -59,7 +49,7 @@ class Tokenizer:
             spec = json.loads(tokenizer_json)
             self._vocabulary = read_vocabulary(spec)
             special = [entry["content"] for entry in spec.get("added_tokens") or () if entry["special"]]
-            self._names = _SecretNames(special)
+            self._names = SecretNames(special)
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._names.rename(spec)))
         except ModelLoadError:
             raise
@@ -74,6 +64,7 @@ class Tokenizer:
         self.template = None
         if chat_template is not None:
             self.template = ChatTemplate(chat_template, bos_token=bos_token or "", eos_token=eos_token or "")
+        self.special_ids = frozenset(i for i, special in enumerate(self._vocabulary.special) if special)
         self._longest = max(1, *map(len, self._vocabulary.token_bytes))
         # What the text stream reads for each token; special tokens are not text.
         self._text_bytes = tuple(
@@ -141,165 +132,11 @@ class Tokenizer:
         """What the token adds to the text: its bytes, or none if it is special or the model has no such token."""
         return self._text_bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
+    def text_bytes_with(self, shown_special: frozenset[int]) -> Callable[[int], bytes]:
+        """As `text_bytes`, but the names of these special tokens are text too."""
+        shown = {token_id: self.token_bytes(token_id) for token_id in shown_special & self.special_ids}
+        return lambda token_id: shown.get(token_id) or self.text_bytes(token_id)
+
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token, which is not text."""
         return 0 <= token_id < self.vocab_size and self._vocabulary.special[token_id]
-
-
-class _SecretNames:
-    """Names for special tokens that no text can spell: private-use characters around 64 random bits."""
-
-    def __init__(self, special: Sequence[str]) -> None:
-        nonce = secrets.token_hex(8)
-        self._secret = {token: f"\ue000{nonce}-{i}\ue001" for i, token in enumerate(special)}
-        self._shield = {token: f"\ue002{nonce}-{i}\ue003" for i, token in enumerate(special)}
-        self._public = {name: token for token, name in self._shield.items()}
-        longest_first = sorted((token for token in special if token), key=len, reverse=True)
-        self._find = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._find_shield = re.compile(f"\ue002{nonce}-[0-9]+\ue003")
-
-    def rename(self, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """The `tokenizer.json` with secret names for special tokens, ids unchanged; it neither pads nor truncates."""
-        model = dict(spec["model"])
-        vocab = model["vocab"]
-        if isinstance(vocab, Mapping):
-            model["vocab"] = {self.secret(token): token_id for token, token_id in vocab.items()}
-        else:
-            model["vocab"] = [[self.secret(piece), score] for piece, score in vocab]
-        if model.get("unk_token") is not None:
-            model["unk_token"] = self.secret(model["unk_token"])
-        added = [{**entry, "content": self.secret(entry["content"])} for entry in spec.get("added_tokens") or ()]
-        # BOS is ours to add (`Tokenizer.encode`), and a post-processor refers to special tokens by name.
-        return {**spec, "model": model, "added_tokens": added, "truncation": None, "padding": None, "post_processor": None}
-
-    def secret(self, token: str) -> str:
-        return self._secret.get(token, token)
-
-    def to_secret(self, text: str) -> str:
-        """`text` with every special token under its secret name."""
-        return self._find.sub(lambda match: self._secret[match[0]], text)
-
-    def shield(self, value: Any) -> Any:
-        """`value` with look-alikes in all its strings hidden from `to_secret`; what holds none comes back as it is."""
-        if isinstance(value, str):
-            return self._find.sub(lambda match: self._shield[match[0]], value)
-        if isinstance(value, Mapping):
-            return {key: self.shield(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.shield(item) for item in value]
-        return value
-
-    def unshield(self, text: str) -> str:
-        return self._find_shield.sub(lambda match: self._public[match[0]], text)
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """What one push added.
-
-    Attributes:
-        text: new text, never part of a stop string.
-        stopped: whether a stop string was found, now or before; the output ends with this delta.
-        offsets: for each token, in order, that this delta accounts for: how many characters of the output come before it.
-            A token is accounted for once a character after that offset is out, or the output has ended.
-    """
-
-    text: str
-    stopped: bool
-    offsets: tuple[int, ...]
-
-
-class TextStream:
-    """Text of one output as its tokens come, cut at the first stop string.
-
-    Joined deltas are `b"".join(text bytes of all tokens).decode("utf-8", "replace")`, cut just before the stop string that
-    is complete first (of several that end at the same character, the longest). That does not depend on how tokens are
-    grouped into pushes, nor on where they split the text. Held back: bytes that may still become a character, and the longest
-    suffix that may still become a stop string.
-
-    The output continues a prompt, so a leading space is part of it, also where decoding from the start would strip one.
-
-    Args:
-        stop: strings that end the output; none of them empty.
-        min_tokens: stop strings count only in text of tokens after these.
-
-    Attributes:
-        num_tokens: tokens read, the one that completed a stop string included.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, min_tokens: int = 0) -> None:
-        assert "" not in stop, "an empty stop string"
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._automaton = stop_automaton(stop) if stop else None
-        self._state = StopAutomaton.START
-        self._min_tokens = min_tokens
-        self._held = ""
-        self._num_decoded = 0
-        self._num_released = 0
-        self._starts: deque[int] = deque()
-        self._stopped = False
-        self.num_tokens = 0
-
-    def push(self, token_ids: Iterable[int]) -> TextDelta:
-        """Read tokens; those after a stop string are ignored."""
-        for token_id in token_ids:
-            if self._stopped:
-                break
-            self.num_tokens += 1
-            self._starts.append(self._num_decoded)
-            self._read(self._decoder.decode(self._tokenizer.text_bytes(token_id)))
-        return self._release(0 if self._automaton is None else self._automaton.depth[self._state])
-
-    def flush(self) -> TextDelta:
-        """The output has ended: give out what was held back. Half a character becomes U+FFFD."""
-        if not self._stopped:
-            self._read(self._decoder.decode(b"", final=True))
-        return self._release_all()
-
-    def cut(self) -> TextDelta:
-        """The output was cut short: as `flush`, but half a character is left out, since its other half would have come.
-
-        So the text of fewer tokens is the beginning of the text of more.
-        """
-        self._decoder.reset()
-        return self._release_all()
-
-    def _release_all(self) -> TextDelta:
-        delta = self._release(0)
-        rest = tuple(self._starts)
-        self._starts.clear()
-        return TextDelta(delta.text, delta.stopped, delta.offsets + rest)
-
-    def _read(self, text: str) -> None:
-        self._held += text
-        if self._automaton is not None and self.num_tokens > self._min_tokens:
-            self._match(text)
-        self._num_decoded += len(text)
-
-    def _match(self, text: str) -> None:
-        automaton = self._automaton
-        assert automaton is not None
-        state = self._state
-        for position, character in enumerate(text, self._num_decoded + 1):
-            state = automaton.advance(state, character)
-            if automaton.matched[state]:
-                self._stop_at(position - automaton.matched[state], self._num_decoded + len(text))
-                return
-        self._state = state
-
-    def _stop_at(self, end: int, num_decoded: int) -> None:
-        self._stopped = True
-        self._state = StopAutomaton.START
-        self._held = self._held[: len(self._held) - (num_decoded - end)]
-        while self._starts and self._starts[-1] >= end:
-            self._starts.pop()
-
-    def _release(self, num_held: int) -> TextDelta:
-        split = len(self._held) - num_held
-        text, self._held = self._held[:split], self._held[split:]
-        self._num_released += len(text)
-        offsets = []
-        while self._starts and self._starts[0] < self._num_released:
-            offsets.append(self._starts.popleft())
-        return TextDelta(text, self._stopped, tuple(offsets))

@@ -14,6 +14,10 @@ TOKENIZER = tiny.byte_level()
 EOS = tiny.IM_END_ID
 
 
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode_plain(text)
+
+
 def request(**params: object) -> Request:
     return Request(request_id="r", prompt=(3,), params=SamplingParams(**params))  # type: ignore[arg-type]
 
@@ -35,10 +39,6 @@ def run(wanted: Request, ids: list[int], reason: FinishReason, sizes: list[int])
     return output, deltas
 
 
-def encode(text: str) -> list[int]:
-    return TOKENIZER.encode_plain(text)
-
-
 def test_the_stop_token_is_counted_and_not_shown() -> None:
     for eos in (EOS, *encode("x")):  # a special one, and one that is text
         output, deltas = run(request(logprobs=0), [*encode("hello"), eos], FinishReason.STOP, [])
@@ -46,6 +46,43 @@ def test_the_stop_token_is_counted_and_not_shown() -> None:
         assert [token.token_id for delta in deltas for token in delta.tokens] == encode("hello")
         assert output.num_tokens == len(encode("hello")) + 1
         assert output.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("sizes", [[], [9]], ids=["one_by_one", "at_once"])
+@pytest.mark.parametrize(
+    ("eos", "params", "expected"),
+    [
+        (EOS, {}, "hello"),
+        (EOS, {"include_stop_str_in_output": True}, "hello"),  # what stopped it has no text
+        (EOS, {"skip_special_tokens": False}, "<|im_start|>hello"),
+        (EOS, {"skip_special_tokens": False, "include_stop_str_in_output": True}, "<|im_start|>hello<|im_end|>"),
+        (encode("!")[0], {}, "hello"),
+        (encode("!")[0], {"include_stop_str_in_output": True}, "hello!"),
+    ],
+)
+def test_the_stop_token_s_text_may_stay(eos: int, params: dict[str, bool], expected: str, sizes: list[int]) -> None:
+    ids = [tiny.IM_START_ID, *encode("hello"), eos]
+    output, deltas = run(request(logprobs=0, **params), ids, FinishReason.STOP, sizes)
+    assert "".join(delta.text for delta in deltas) == expected
+    assert [delta.stopped_by for delta in deltas] == [None] * (len(deltas) - 1) + [eos]
+    shown = [token.token_id for delta in deltas for token in delta.tokens]
+    assert shown == (ids if "include_stop_str_in_output" in params else ids[:-1])
+    assert output.num_tokens == len(ids)
+
+
+def test_some_special_tokens_are_shown_to_whoever_reads_the_text() -> None:
+    output = Output(request(), TOKENIZER, shown_special=frozenset({tiny.IM_START_ID}))
+    delta = output.push(event([tiny.IM_START_ID, tiny.EOS_ID, *encode("hello"), EOS], FinishReason.STOP))
+    assert delta == OutputDelta("<|im_start|>hello", (), FinishReason.STOP, EOS)
+
+
+@pytest.mark.parametrize(("include", "expected"), [(False, "x hel"), (True, "x hello w")])
+def test_a_stop_string_is_named(include: bool, expected: str) -> None:
+    wanted = request(stop=("lo w", "w"), include_stop_str_in_output=include)
+    output, deltas = run(wanted, encode("x hello world"), FinishReason.LENGTH, [])
+    assert "".join(delta.text for delta in deltas) == expected
+    assert deltas[-1].stopped_by == "lo w"
+    assert output.finish_reason is FinishReason.STOP
 
 
 def test_the_last_token_is_shown_where_length_ended_it() -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.engine.text import TextDelta, TextStream, Tokenizer
+from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text_stream import TextDelta, TextStream
 from tests.engine import tiny_tokenizers as tiny
 
 BYTE_LEVEL, SENTENCEPIECE = tiny.byte_level(), tiny.sentencepiece()
@@ -135,6 +136,44 @@ def test_every_token_is_accounted_for_once(ids: list[int], stops: tuple[str, ...
     for delta in deltas[:-1]:
         out += len(delta.text)
         assert all(offset < out for offset in delta.offsets)
+
+
+@given(ids=IDS, stops=STOPS, sizes=SIZES, min_tokens=st.integers(0, 12))
+def test_a_stop_string_that_is_to_stay_is_the_end(
+    ids: list[int], stops: tuple[str, ...], sizes: list[int], min_tokens: int
+) -> None:
+    cut = TextStream(BYTE_LEVEL, stops, min_tokens=min_tokens)
+    kept = TextStream(BYTE_LEVEL, stops, min_tokens=min_tokens, include_stop=True)
+    without, deltas = stream_all(cut, ids, []), stream_all(kept, ids, sizes)
+    text = "".join(delta.text for delta in without)
+    assert deltas[-1].stop == without[-1].stop
+    assert "".join(delta.text for delta in deltas) == text + (without[-1].stop or "")
+    assert kept.num_tokens == cut.num_tokens
+    offsets = [offset for delta in deltas for offset in delta.offsets]
+    starts = [len(TextStream(BYTE_LEVEL).push(ids[:i]).text) for i in range(kept.num_tokens)]
+    assert offsets == starts  # the tokens of a stop string that stays are accounted for, too
+
+
+SHOWN = frozenset({tiny.IM_END_ID, 10**6})
+
+
+@given(ids=IDS, stops=STOPS, sizes=SIZES)
+def test_names_of_special_tokens_are_text_where_they_are_to_be_shown(
+    ids: list[int], stops: tuple[str, ...], sizes: list[int]
+) -> None:
+    for shown in (SHOWN, BYTE_LEVEL.special_ids):
+        named = [BYTE_LEVEL.token_bytes(i) if i in shown or not BYTE_LEVEL.is_special(i) else b"" for i in ids]
+        deltas = stream_all(TextStream(BYTE_LEVEL, stops, shown_special=shown), ids, sizes)
+        whole = b"".join(named).decode("utf-8", "replace")
+        assert "".join(delta.text for delta in deltas) == oracle(whole, stops)[0]
+
+
+def test_the_name_of_a_shown_token_comes_at_once_and_may_stop() -> None:
+    ids = [*BYTE_LEVEL.encode_plain("hi"), tiny.IM_START_ID, tiny.IM_END_ID]
+    stream = TextStream(BYTE_LEVEL, shown_special=SHOWN)
+    assert [stream.push([token_id]).text for token_id in ids] == ["h", "i", "", "<|im_end|>"]
+    stream = TextStream(BYTE_LEVEL, ("im_",), shown_special=SHOWN)
+    assert [stream.push([token_id]).text for token_id in ids] == ["h", "", "", "i<|"]
 
 
 def test_a_character_over_four_tokens_comes_whole() -> None:

@@ -1,0 +1,62 @@
+"""Special tokens under names that no text can spell, so that a user's text never becomes a control token.
+
+A conversation's control tokens come from the chat template alone: the text `<|im_end|>` inside a message is encoded as those
+ten characters. For that, the special tokens are given secret names before the vocabulary is loaded, so no text can spell one
+by accident or intent, and `Tokenizer` translates to the secret names exactly where a control token is meant: anywhere in a
+raw prompt (whose author controls all of it), and only outside message content in a conversation. One tokenizer, one pass over
+the text, so that without look-alikes the ids are exactly the plain encoding's.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class SecretNames:
+    """Names for special tokens that no text can spell: private-use characters around 64 random bits."""
+
+    def __init__(self, special: Sequence[str]) -> None:
+        nonce = secrets.token_hex(8)
+        self._secret = {token: f"\ue000{nonce}-{i}\ue001" for i, token in enumerate(special)}
+        self._shield = {token: f"\ue002{nonce}-{i}\ue003" for i, token in enumerate(special)}
+        self._public = {name: token for token, name in self._shield.items()}
+        longest_first = sorted((token for token in special if token), key=len, reverse=True)
+        self._find = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._find_shield = re.compile(f"\ue002{nonce}-[0-9]+\ue003")
+
+    def rename(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """The `tokenizer.json` with secret names for special tokens, ids unchanged; it neither pads nor truncates."""
+        model = dict(spec["model"])
+        vocab = model["vocab"]
+        if isinstance(vocab, Mapping):
+            model["vocab"] = {self.secret(token): token_id for token, token_id in vocab.items()}
+        else:
+            model["vocab"] = [[self.secret(piece), score] for piece, score in vocab]
+        if model.get("unk_token") is not None:
+            model["unk_token"] = self.secret(model["unk_token"])
+        added = [{**entry, "content": self.secret(entry["content"])} for entry in spec.get("added_tokens") or ()]
+        # BOS is ours to add (`Tokenizer.encode`), and a post-processor refers to special tokens by name.
+        return {**spec, "model": model, "added_tokens": added, "truncation": None, "padding": None, "post_processor": None}
+
+    def secret(self, token: str) -> str:
+        return self._secret.get(token, token)
+
+    def to_secret(self, text: str) -> str:
+        """`text` with every special token under its secret name."""
+        return self._find.sub(lambda match: self._secret[match[0]], text)
+
+    def shield(self, value: Any) -> Any:
+        """`value` with look-alikes in all its strings hidden from `to_secret`; what holds none comes back as it is."""
+        if isinstance(value, str):
+            return self._find.sub(lambda match: self._shield[match[0]], value)
+        if isinstance(value, Mapping):
+            return {key: self.shield(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.shield(item) for item in value]
+        return value
+
+    def unshield(self, text: str) -> str:
+        return self._find_shield.sub(lambda match: self._public[match[0]], text)
