@@ -26,8 +26,8 @@ from checkpoints.checkpoint import TokenizerFiles
 from checkpoints.hf_files import write_tokenizer
 from jaxserve.config import EngineConfig, HttpConfig, ServeConfig
 from jaxserve.launch import Engine, build_engine
+from jaxserve.server.access import SERVICE
 from jaxserve.server.app import Server, build_app
-from jaxserve.server.handlers import SERVICE
 from jaxserve.server.service import ServerParts
 from tests.engine.tiny_tokenizers import CHATML, byte_level_library
 from tests.references.load import load_tiny, write_hf_directory

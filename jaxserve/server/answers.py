@@ -41,6 +41,34 @@ class Outcome:
     name: str = "error"
 
 
+async def whole_body(begun: Begun, shape: wire.Shape, *, model_name: str) -> dict[str, Any]:
+    """Wait for every choice of a call; the body of its answer."""
+    call, source = begun.call, begun.source
+    num_choices = len(call.requests)
+    texts: list[list[str]] = [[] for _ in range(num_choices)]
+    tokens: list[list[ShownToken]] = [[] for _ in range(num_choices)]
+    reasons: list[FinishReason] = [FinishReason.STOP] * num_choices
+    while deltas := await source.read():
+        for index, delta in deltas:
+            texts[index].append(delta.text)
+            tokens[index].extend(delta.tokens)
+            if delta.finish_reason is not None:
+                reasons[index] = delta.finish_reason
+    wants_logprobs = call.requests[0].params.logprobs is not None
+    return wire.whole(
+        shape,
+        call_id=call.call_id,
+        created=begun.created,
+        model=model_name,
+        choices=[
+            ("".join(texts[index]), tokens[index] if wants_logprobs else None, reasons[index]) for index in range(num_choices)
+        ],
+        num_prompt=call.num_prompt_tokens,
+        num_output=source.num_output,
+        num_cached=source.num_cached,
+    )
+
+
 class Answer:
     """Writes one call's answer to one client."""
 
@@ -48,6 +76,7 @@ class Answer:
         self, request: web.Request, begun: Begun, shape: wire.Shape, *, model_name: str, stall_seconds: float
     ) -> None:
         self._request = request
+        self._begun = begun
         self._call = begun.call
         self._source = begun.source
         self._created = begun.created
@@ -57,31 +86,7 @@ class Answer:
 
     async def whole(self) -> web.Response:
         """Wait for every choice, then answer at once."""
-        num_choices = len(self._call.requests)
-        texts: list[list[str]] = [[] for _ in range(num_choices)]
-        tokens: list[list[ShownToken]] = [[] for _ in range(num_choices)]
-        reasons: list[FinishReason] = [FinishReason.STOP] * num_choices
-        while deltas := await self._source.read():
-            for index, delta in deltas:
-                texts[index].append(delta.text)
-                tokens[index].extend(delta.tokens)
-                if delta.finish_reason is not None:
-                    reasons[index] = delta.finish_reason
-        wants_logprobs = self._call.requests[0].params.logprobs is not None
-        body = wire.whole(
-            self._shape,
-            call_id=self._call.call_id,
-            created=self._created,
-            model=self._model_name,
-            choices=[
-                ("".join(texts[index]), tokens[index] if wants_logprobs else None, reasons[index])
-                for index in range(num_choices)
-            ],
-            num_prompt=self._call.num_prompt_tokens,
-            num_output=self._source.num_output,
-            num_cached=self._source.num_cached,
-        )
-        return web.json_response(body)
+        return web.json_response(await whole_body(self._begun, self._shape, model_name=self._model_name))
 
     async def stream(self, outcome: Outcome) -> web.StreamResponse:
         """Answer with server-sent events as text comes; an error after the headers is an event too.

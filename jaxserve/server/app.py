@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from aiohttp import web
 
 from jaxserve.config import HttpConfig
-from jaxserve.server.handlers import ROUTES, SERVICE, errors_as_json, known_callers_only
+from jaxserve.server.access import SERVICE
+from jaxserve.server.handlers import ROUTES, errors_as_json, known_callers_only
 from jaxserve.server.service import ServerParts, Service
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
 """The routes: one handler each, and errors as OpenAI's error object for all of them.
 
 Owns which calls are answered to whom: keys are checked before anything else, retries join what runs. Does not know what
-bodies mean (`openai`), how an answer is written (`answers`) or the server's lifetime (`app`).
+bodies mean or how the engine is set to work on them (`endpoints`), how an answer is written (`answers`) or the server's
+lifetime (`app`).
 """
 
 from __future__ import annotations
@@ -9,32 +10,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from jaxserve import __version__
-from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import InvalidRequest, JaxserveError, ModelNotFound, NotReady, QueueFull
 from jaxserve.server import metrics, wire
+from jaxserve.server.access import SERVICE, caller_of
 from jaxserve.server.answers import INTERNAL_ERROR, Answer, Outcome
-from jaxserve.server.body import parse_json
-from jaxserve.server.generation import Generation
+from jaxserve.server.endpoints import CHAT, COMPLETIONS, Endpoint, generating, read_call
 from jaxserve.server.joining import Begun
 from jaxserve.server.keys import Caller
-from jaxserve.server.openai import Call, parse_chat, parse_completion
 from jaxserve.server.service import Model, Service, State
 from jaxserve.server.terms import grant
 
 logger = logging.getLogger(__name__)
-
-SERVICE = web.AppKey("service", Service)
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """What is answered without an API key: what probes and scrapers ask for. None of it has a prompt, an answer or a key."""
@@ -46,9 +40,6 @@ JOIN_HEADERS = ("Idempotency-Key", "X-Request-Id")
 """Headers that name a request, so that its retry is known; the first of them that it has counts."""
 
 MAX_JOIN_KEY = 255
-
-LARGE_BODY = 32 * 1024
-"""Bytes from which a body is read in another thread, since encoding its text would hold up every stream."""
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
@@ -100,31 +91,7 @@ async def known_callers_only(request: web.Request, handler: Handler) -> web.Stre
     return await handler(request)
 
 
-def caller_of(request: web.Request) -> Caller:
-    """Who sent the request.
-
-    Raises:
-        Unauthorized: it has no key of this server.
-    """
-    caller: Caller = request.app[SERVICE].keys.identify(request.headers.get("Authorization"))
-    return caller
-
-
 # --- completions ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """What makes a completion endpoint: how to read a body, and the shape of its answer."""
-
-    name: str
-    id_prefix: str
-    parse: Callable[..., Call]
-    shape: Callable[[Tokenizer], wire.Shape]
-
-
-COMPLETIONS = Endpoint("completions", "cmpl-", parse_completion, wire.CompletionShape)
-CHAT = Endpoint("chat_completions", "chatcmpl-", parse_chat, wire.ChatShape)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -195,8 +162,8 @@ async def _begun(
     data = await request.read()
 
     async def begin() -> AbstractContextManager[Begun]:
-        call = grant(await _read_call(data, endpoint, model), caller, model.terms, now=clock.arrived)
-        return _generating(call, service, model, clock)
+        call = grant(await read_call(data, endpoint, model), caller, model.terms, now=clock.arrived)
+        return generating(call, service, model, clock)
 
     key = _join_key(request)
     if key is None:
@@ -216,25 +183,6 @@ def _join_key(request: web.Request) -> str | None:
         if value:
             return value
     return None
-
-
-@contextmanager
-def _generating(call: Call, service: Service, model: Model, clock: metrics.TokenClock) -> Iterator[Begun]:
-    """Have the engine work on `call`, until it is done or nobody wants it any more."""
-    with model.engine.open(*call.requests) as stream:
-        clock.admit(call.num_prompt_tokens)
-        generation = Generation(call, stream, model.tokenizer, clock, service.metrics)
-        yield Begun(call, int(time.time()), generation)
-
-
-async def _read_call(data: bytes, endpoint: Endpoint, model: Model) -> Call:
-    def parse() -> Call:
-        call_id = endpoint.id_prefix + uuid.uuid4().hex
-        return endpoint.parse(
-            parse_json(data), model.tokenizer, model=model.name, max_context=model.terms.limits.max_context, call_id=call_id
-        )
-
-    return parse() if len(data) < LARGE_BODY else await asyncio.to_thread(parse)
 
 
 # --- models, and the server itself ------------------------------------------------------------------------------------

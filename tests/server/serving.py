@@ -15,8 +15,8 @@ import openai
 from jaxserve.config import HttpConfig
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.text import Tokenizer
+from jaxserve.server.access import SERVICE
 from jaxserve.server.app import Server, build_app
-from jaxserve.server.handlers import SERVICE
 from jaxserve.server.service import ServerParts, Service
 from tests.engine import tiny_tokenizers as tiny
 from tests.engine.engines import LIMITS, FakeEngine, fake_engine

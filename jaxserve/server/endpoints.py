@@ -1,0 +1,93 @@
+"""The endpoints that generate text: how each reads a body, and how a body is answered, with or without a connection.
+
+Owns the way from bytes to a call that the engine works on. Does not know what bodies mean (`openai`), routes or retries
+(`handlers`), or how an answer is streamed (`answers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxserve.engine.text import Tokenizer
+from jaxserve.errors import InvalidRequest
+from jaxserve.server import wire
+from jaxserve.server.answers import whole_body
+from jaxserve.server.body import parse_json
+from jaxserve.server.generation import Generation
+from jaxserve.server.joining import Begun
+from jaxserve.server.keys import Caller
+from jaxserve.server.metrics import TokenClock
+from jaxserve.server.openai import Call, parse_chat, parse_completion
+from jaxserve.server.service import Model, Service
+from jaxserve.server.terms import grant
+
+LARGE_BODY = 32 * 1024
+"""Bytes from which a body is read in another thread, since encoding its text would hold up every stream."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What makes a completion endpoint: how to read a body, and the shape of its answer."""
+
+    name: str
+    id_prefix: str
+    parse: Callable[..., Call]
+    shape: Callable[[Tokenizer], wire.Shape]
+
+
+COMPLETIONS = Endpoint("completions", "cmpl-", parse_completion, wire.CompletionShape)
+CHAT = Endpoint("chat_completions", "chatcmpl-", parse_chat, wire.ChatShape)
+
+BATCH_ENDPOINTS = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
+"""What the lines of a batch may be for, by path."""
+
+
+async def read_call(data: bytes, endpoint: Endpoint, model: Model) -> Call:
+    """What the body `data` asks `model` for.
+
+    Raises:
+        InvalidRequest, ModelNotFound: naming the field.
+    """
+
+    def parse() -> Call:
+        call_id = endpoint.id_prefix + uuid.uuid4().hex
+        return endpoint.parse(
+            parse_json(data), model.tokenizer, model=model.name, max_context=model.terms.limits.max_context, call_id=call_id
+        )
+
+    return parse() if len(data) < LARGE_BODY else await asyncio.to_thread(parse)
+
+
+@contextmanager
+def generating(call: Call, service: Service, model: Model, clock: TokenClock) -> Iterator[Begun]:
+    """Have the engine work on `call`, until it is done or nobody wants it any more."""
+    with model.engine.open(*call.requests) as stream:
+        clock.admit(call.num_prompt_tokens)
+        generation = Generation(call, stream, model.tokenizer, clock, service.metrics)
+        yield Begun(call, int(time.time()), generation)
+
+
+async def answer_body(data: bytes, endpoint: Endpoint, caller: Caller, service: Service) -> dict[str, Any]:
+    """The whole answer to a body that came without a connection, as one that did come over HTTP would get it.
+
+    The server's limit on the time of an answer does not hold, since nobody waits for it; the body's own does.
+
+    Raises:
+        JaxserveError: what is wrong with it, or with the server.
+    """
+    model = service.require_model()
+    clock = TokenClock(service.metrics, caller.label)
+    call = await read_call(data, endpoint, model)
+    if call.stream:
+        raise InvalidRequest("stream must be false where there is no connection to stream to", param="stream")
+    call = grant(call, caller, replace(model.terms, max_seconds=0.0), now=clock.arrived)
+    with generating(call, service, model, clock) as begun:
+        body = await whole_body(begun, endpoint.shape(model.tokenizer), model_name=model.name)
+    clock.finish()
+    return body
