@@ -33,7 +33,9 @@ ROOMS: dict[str, Room] = {
     "jaxserve.batch_file": Room(FLOOR_0),
     "jaxserve.host": Room(FLOOR_0),
     "jaxserve.engine": Room((*FLOOR_0, "jaxserve.host", "tokenizers", "sentencepiece", "jinja2", "llguidance")),
-    "jaxserve.server": Room((*FLOOR_0, "jaxserve.engine", "jaxserve.host.admission", "aiohttp", "prometheus_client")),
+    "jaxserve.server": Room(
+        (*FLOOR_0, "jaxserve.engine", "jaxserve.host.admission", "aiohttp", "msgspec", "prometheus_client")
+    ),
     "pallas_kernels": Room(ARRAYS, NETWORK_AND_LOOPS),
     "jaxserve.models": Room((*ARRAYS, "pallas_kernels", "jaxserve.config", "jaxserve.errors"), NETWORK_AND_LOOPS),
     "jaxserve.device": Room((*FLOOR_0, *ARRAYS, "pallas_kernels", "jaxserve.models"), NETWORK_AND_LOOPS),

@@ -18,7 +18,8 @@ from jaxserve.errors import EngineError, InvalidRequest, JaxserveError
 from jaxserve.host.admission import validate
 from jaxserve.offline.generation import Completion, Engine
 from jaxserve.request import Request
-from jaxserve.server.openai import Call, parse_chat, parse_completion
+from jaxserve.server.call import Call
+from jaxserve.server.openai import parse_chat, parse_completion
 from jaxserve.server.wire import ChatShape, CompletionShape, Shape, error_body, status_of, usage, whole
 
 Result = dict[str, Any]

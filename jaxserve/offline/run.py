@@ -16,7 +16,7 @@ from jaxserve.offline.generation import Completion, Engine, Generation
 from jaxserve.offline.journal import Journal
 from jaxserve.offline.results import RequestOptions, Result, Translator
 from jaxserve.request import FinishReason, Request
-from jaxserve.server.openai import Call
+from jaxserve.server.call import Call
 
 MAX_ATTEMPTS = 3
 """How often a request is tried under which the engine fails: most are only there when another one makes it fail."""

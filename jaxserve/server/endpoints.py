@@ -18,12 +18,12 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import InvalidRequest
 from jaxserve.server import wire
 from jaxserve.server.answers import whole_body
-from jaxserve.server.body import parse_json
+from jaxserve.server.call import Call
 from jaxserve.server.generation import Generation
 from jaxserve.server.joining import Begun
 from jaxserve.server.keys import Caller
 from jaxserve.server.metrics import TokenClock
-from jaxserve.server.openai import Call, parse_chat, parse_completion
+from jaxserve.server.openai import parse_chat, parse_completion
 from jaxserve.server.service import Model, Service
 from jaxserve.server.terms import grant
 
@@ -57,9 +57,8 @@ async def read_call(data: bytes, endpoint: Endpoint, model: Model) -> Call:
 
     def parse() -> Call:
         call_id = endpoint.id_prefix + uuid.uuid4().hex
-        return endpoint.parse(
-            parse_json(data), model.tokenizer, model=model.name, max_context=model.terms.limits.max_context, call_id=call_id
-        )
+        max_context = model.terms.limits.max_context
+        return endpoint.parse(data, model.tokenizer, model=model.name, max_context=max_context, call_id=call_id)
 
     return parse() if len(data) < LARGE_BODY else await asyncio.to_thread(parse)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from jaxserve.engine.async_engine import TokenStream
 from jaxserve.engine.output import Output, OutputDelta
 from jaxserve.engine.text import Tokenizer
+from jaxserve.server.call import Call
 from jaxserve.server.metrics import Metrics, TokenClock
-from jaxserve.server.openai import Call
 
 
 class Generation:

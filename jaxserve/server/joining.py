@@ -14,7 +14,7 @@ from typing import Protocol
 
 from jaxserve.engine.output import OutputDelta
 from jaxserve.errors import EngineError, KeyReused
-from jaxserve.server.openai import Call
+from jaxserve.server.call import Call
 
 Deltas = list[tuple[int, OutputDelta]]
 

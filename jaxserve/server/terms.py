@@ -11,8 +11,8 @@ from jaxserve.errors import Forbidden
 from jaxserve.host.admission import cap_output
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import Request
+from jaxserve.server.call import Call
 from jaxserve.server.keys import Caller
-from jaxserve.server.openai import Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

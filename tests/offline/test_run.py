@@ -178,12 +178,12 @@ def test_bad_lines_are_told_and_the_rest_is_done(runs: Runs, capsys: pytest.Capt
     errors = capsys.readouterr().err
     messages = {
         2: "not JSON",
-        3: "temperature must be from 0 to 100, found 1000",
+        3: "temperature must be a number from 0 to 100, found integer 1000",
         4: "unknown field 'temprature'; did you mean 'temperature'",
         5: "context 128",
         6: "one prompt and one choice",
         7: "stream must be false",
-        8: "top_p must be above 0 and at most 1",
+        8: "top_p must be a number above 0 and at most 1",
         9: "the model 'other' does not exist",
         10: "prompt must have token ids from 0 to",
         11: "custom_id 'b3' is that of line 10 already",

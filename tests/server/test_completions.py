@@ -376,7 +376,7 @@ async def test_ids_outside_the_vocabulary() -> None:
             {"logit_bias": {"999999": 5}},
             {"extra_body": {"stop_token_ids": [999999], "min_tokens": 2}},
             {"prompt": [999999]},
-            {"prompt": [-1]},
+            {"prompt": [271, 272]},
         ]
         for fields in bodies:
             with pytest.raises(openai.BadRequestError, match="from 0 to 271"):

@@ -13,8 +13,9 @@ import pytest
 from jaxserve.config import HttpConfig
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.plan import RunnerLimits
+from jaxserve.server.call import Call
 from jaxserve.server.keys import Caller
-from jaxserve.server.openai import Call, parse_chat, parse_completion
+from jaxserve.server.openai import parse_chat, parse_completion
 from jaxserve.server.terms import Terms, grant
 from tests.engine.engines import LIMITS, fake_engine
 from tests.server.serving import BYTE_LEVEL, MODEL, serving
@@ -48,15 +49,15 @@ def test_priorities(value: Any, expected: int | None) -> None:
         (
             "priority",
             "urgent",
-            r"priority must be 'interactive', 'batch' or an integer from -100 to 100, found string 'urgent'",
+            r'priority must be one of "batch", "interactive" or an integer from -100 to 100, found string',
         ),
-        ("priority", 101, "priority must be an integer at least -100 and at most 100, found integer 101"),
-        ("priority", 1.0, "priority must be an integer"),
-        ("priority", True, "priority must be an integer"),
+        ("priority", 101, 'priority must be one of "batch", "interactive" or an integer from -100 to 100, found integer 101'),
+        ("priority", 1.0, "priority must be .* or an integer from -100 to 100, found number 1.0"),
+        ("priority", True, "priority must be .* or an integer from -100 to 100, found true"),
         ("timeout", 0, "timeout must be a number of seconds above 0, found integer 0"),
         ("timeout", -1.5, "timeout must be a number of seconds above 0"),
-        ("timeout", "5", "timeout must be a finite number"),
-        ("timeout", True, "timeout must be a finite number"),
+        ("timeout", "5", "timeout must be a number of seconds above 0, found"),
+        ("timeout", True, "timeout must be a number of seconds above 0, found"),
     ],
 )
 def test_priorities_and_timeouts_out_of_range(field: str, value: Any, message: str) -> None:

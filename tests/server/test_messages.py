@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.openai import Call, parse_chat
+from jaxserve.server.call import Call
+from jaxserve.server.openai import parse_chat
 from tests.engine import tiny_tokenizers as tiny
 
 TOKENIZER = tiny.byte_level()
@@ -16,7 +18,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def chat(tokenizer: Any = TOKENIZER, **fields: Any) -> Call:
-    return parse_chat({"model": "m", "messages": HELLO, **fields}, tokenizer, model="m", max_context=512, call_id="c")
+    body = json.dumps({"model": "m", "messages": HELLO, **fields}).encode()
+    return parse_chat(body, tokenizer, model="m", max_context=512, call_id="c")
 
 
 def test_text_parts_are_joined() -> None:

@@ -1,0 +1,136 @@
+"""One body, understood: the requests to the engine that it comes to, and how to answer it.
+
+Pure. Owns what the endpoints that generate share; `openai` and its like make calls of their bodies. What a caller may ask
+for is in `terms`, the way back in `wire`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxserve.engine.text import Tokenizer
+from jaxserve.errors import InvalidRequest, ModelNotFound
+from jaxserve.request import INTERACTIVE_PRIORITY, PRIORITY_NAMES, Request, SamplingParams
+from jaxserve.server.schema.common import GenerationRequest, StreamOptions
+
+MAX_SEQUENCES = 2048
+
+SAMPLING_FIELDS = (
+    *("min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Fields that mean to the engine what they mean in a body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One body, understood.
+
+    Attributes:
+        requests: by choice index, which is prompt index * n + j.
+        num_prompt_tokens: of all prompts, each counted once.
+        num_choices: for each prompt.
+        include_usage: whether a stream ends with a usage chunk.
+        priority: of the requests if the body has one, else None.
+        timeout: seconds that the whole answer may take, or None.
+    """
+
+    call_id: str
+    requests: tuple[Request, ...]
+    num_prompt_tokens: int
+    num_choices: int
+    stream: bool
+    include_usage: bool
+    priority: int | None = None
+    timeout: float | None = None
+
+
+def check_model(wanted: str, model: str) -> None:
+    """Refuse a request for another model than the server's.
+
+    Raises:
+        ModelNotFound: it is not `model`.
+    """
+    if wanted != model:
+        raise ModelNotFound(f"the model {wanted!r:.200} does not exist; this server has {model!r}", param="model")
+
+
+def check_may_fit(name: str, text: str, tokenizer: Tokenizer, max_context: int) -> None:
+    """Refuse what is too long by far at once: encoding megabytes takes seconds."""
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest >= max_context:
+        raise InvalidRequest(
+            f"{name} has {len(text)} characters, which take at least {fewest} tokens; the context is {max_context}", param=name
+        )
+
+
+def sampling_params(body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """How to sample, by the fields that all bodies have and the two that differ.
+
+    Raises:
+        InvalidRequest: naming a field that is at odds with another.
+    """
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    stop = body.stop or ()
+    return SamplingParams(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias=tuple((int(key), bias) for key, bias in (body.logit_bias or {}).items()),
+        **given,
+    )
+
+
+def make_call(body: GenerationRequest, prompts: Sequence[Sequence[int]], params: SamplingParams, call_id: str) -> Call:
+    """The call for `prompts`, each with as many choices as the body asks for.
+
+    Args:
+        call_id: requests are called `{call_id}-{index}`.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    n = body.n or 1
+    if len(prompts) * n > MAX_SEQUENCES:
+        raise InvalidRequest(f"prompt: {len(prompts)} prompts x n {n} > {MAX_SEQUENCES} sequences a request", param="prompt")
+    priority = PRIORITY_NAMES[body.priority] if isinstance(body.priority, str) else body.priority
+    choices = [_with_choice_seed(params, j) for j in range(n)]
+    requests = tuple(
+        Request(
+            request_id=f"{call_id}-{i * n + j}",
+            prompt=prompt,
+            params=choice,
+            priority=INTERACTIVE_PRIORITY if priority is None else priority,
+            cache_salt=body.cache_salt or "",
+        )
+        for i, prompt in enumerate(map(tuple, prompts))
+        for j, choice in enumerate(choices)
+    )
+    return Call(
+        call_id=call_id,
+        requests=requests,
+        num_prompt_tokens=sum(map(len, prompts)),
+        num_choices=n,
+        stream=bool(body.stream),
+        include_usage=bool(_stream_options(body).include_usage),
+        priority=priority,
+        timeout=body.timeout,
+    )
+
+
+def _stream_options(body: GenerationRequest) -> StreamOptions:
+    if body.stream_options is None:
+        return StreamOptions()
+    if not body.stream:
+        raise InvalidRequest("stream_options is allowed only when stream is true", param="stream_options")
+    return body.stream_options
+
+
+def _with_choice_seed(params: SamplingParams, choice: int) -> SamplingParams:
+    """The same for every choice but for the seed, or n choices would be n copies."""
+    if params.seed is None or choice == 0:
+        return params
+    seed = params.seed + choice
+    return replace(params, seed=seed if seed < 2**64 else seed - 2**64)

@@ -1,0 +1,133 @@
+"""The fields that every endpoint which generates has: sampling, stopping, streaming, and whose turn it is.
+
+Those beyond OpenAI's (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority`,
+`cache_salt`, ...) are vLLM's, but `timeout` and the names of priorities.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from jaxserve.request import MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS, MIN_PRIORITY
+from jaxserve.server.schema.body import Body, Refused, noun, only
+
+MAX_CHOICES = 128
+MAX_TOKENS = 2**31 - 1
+MAX_SALT_CHARACTERS = 256
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+
+Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, extra=noun("a token id", "token ids"))]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Seed = Annotated[
+    int,
+    Meta(
+        ge=-(2**63),
+        description="The same seed gives the same tokens, alone and in any batch. Choice j has the seed plus j.",
+        extra=noun("a 64-bit integer", "64-bit integers"),
+        extra_json_schema={"maximum": 2**64 - 1},
+    ),
+]
+Bias = Annotated[
+    dict[
+        Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,8})$", extra=noun("a token id", "token ids"))],
+        Annotated[float, Meta(ge=-100, le=100)],
+    ],
+    Meta(
+        max_length=MAX_LOGIT_BIAS,
+        description="Added to the logits of these token ids.",
+        extra=noun(f"an object of at most {MAX_LOGIT_BIAS} token ids with numbers from -100 to 100", "such objects"),
+    ),
+]
+Priority = (
+    Literal["interactive", "batch"]
+    | Annotated[
+        int,
+        Meta(
+            ge=MIN_PRIORITY,
+            le=MAX_PRIORITY,
+            description="The lowest number runs first; from 10, which is batch, a request takes what others leave.",
+        ),
+    ]
+)
+
+
+class StreamOptions(Body, frozen=True, kw_only=True):
+    """What a stream says beside its text."""
+
+    include_usage: (
+        Annotated[bool, Meta(description="Ends the stream with a chunk that has the usage and no choices.")] | None
+    ) = None
+    include_obfuscation: Annotated[Any, only(False)] = None
+    continuous_usage_stats: Annotated[Any, only(False)] = None
+
+
+class GenerationRequest(Body, frozen=True, kw_only=True):
+    """What the endpoints share."""
+
+    model: Annotated[str, Meta(description="The name that the server has for its model.")]
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Choices for each prompt; 1 if not given.")] | None = None
+    stream: Annotated[bool, Meta(description="Answer with server-sent events.")] | None = None
+    stream_options: StreamOptions | None = None
+
+    min_tokens: (
+        Annotated[
+            int,
+            Meta(ge=0, le=MAX_TOKENS, description="Before so many, no stop token and no end of sequence can be sampled."),
+        ]
+        | None
+    ) = None
+    temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy; 1 if not given.")] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS, description="Tokens to keep; 0 and -1 keep all.")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Probability to keep; 1 keeps all.")] | None = None
+    min_p: (
+        Annotated[float, Meta(ge=0, le=1, description="Keep tokens so probable beside the likeliest; 0 keeps all.")] | None
+    ) = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100, description="Over prompt and output; 1 is none.")] | None = None
+    logit_bias: Bias | None = None
+    stop: (
+        StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS, description="Strings that end the output.")] | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: Annotated[bool, Meta(description="Go on after the end of the sequence.")] | None = None
+
+    priority: Priority | None = None
+    timeout: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                description="Seconds that the whole answer may take.",
+                extra=noun("a number of seconds above 0", "numbers of seconds above 0"),
+            ),
+        ]
+        | None
+    ) = None
+    cache_salt: (
+        Annotated[
+            str,
+            Meta(max_length=MAX_SALT_CHARACTERS, description="Cached prefixes are shared with requests of the same one only."),
+        ]
+        | None
+    ) = None
+    user: Annotated[str, Meta(description="Who asks; the answer does not depend on it.")] | None = None
+
+    allowed_token_ids: Refused = None
+    bad_words: Annotated[Any, only([])] = None
+    echo: Annotated[Any, only(False)] = None
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
+    length_penalty: Annotated[Any, only(1, 1.0)] = None
+    prompt_logprobs: Refused = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    skip_special_tokens: Annotated[Any, only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    structured_outputs: Refused = None
+    truncate_prompt_tokens: Refused = None
+    use_beam_search: Annotated[Any, only(False)] = None
