@@ -1,13 +1,13 @@
 # Everything a contributor runs. `make help` lists it; CONTRIBUTING.md says when.
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick format bench clean
+.PHONY: help demo test test-clients quick format bench clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
 MODEL ?= smollm2-135m-instruct
 
 help: ## list what there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # A stamp for each set of extras: nothing is installed again until pyproject.toml changes.
 .venv/.installed-demo: pyproject.toml .ci/venv
@@ -22,6 +22,10 @@ help: ## list what there is to make
 	@$(BIN)/python .ci/compilers
 	@touch $@
 
+.venv-clients/.installed: pyproject.toml .ci/clients tests/clients/package.json .venv/.installed-dev
+	@$(BIN)/python .ci/clients
+	@touch $@
+
 demo: .venv/.installed-demo ## install, then answer a few prompts with a small real model
 	$(BIN)/python -m jaxserve.offline --model $(MODEL) --demo
 
@@ -30,6 +34,9 @@ test: .venv/.installed-aot ## install what is missing, then check format, lint, 
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+test-clients: .venv-clients/.installed ## drive a running server with other people's clients, in an environment of their own
+	.venv-clients/bin/pytest -c tests/clients/pytest.ini -m 'not fuzz' tests/clients
 
 quick: .venv/.installed-dev ## the loop while working, under 90 seconds: no slow tests, fewer examples
 	$(BIN)/ruff format --check .
@@ -45,5 +52,5 @@ bench: .venv/.installed-dev ## measure throughput on the four workloads; BENCH='
 	$(BIN)/python -m bench.offline --model $(MODEL) $(BENCH)
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis results
+	rm -rf .venv .venv-clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,6 +17,8 @@ import tests.shapes
 ROOT = Path(__file__).resolve().parent.parent
 NUM_HOST_DEVICES = 4
 
+collect_ignore = ["clients"]  # `make test-clients` runs these, in an environment of their own
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Several devices for the tests of sharding; measured, they cost the tests of one device nothing.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
