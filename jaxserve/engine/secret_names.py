@@ -9,6 +9,7 @@ the text, so that without look-alikes the ids are exactly the plain encoding's.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -16,16 +17,23 @@ from typing import Any
 
 
 class SecretNames:
-    """Names for special tokens that no text can spell: private-use characters around 64 random bits."""
+    """Names for special tokens that no text can spell: private-use characters around 20 random digits."""
 
     def __init__(self, special: Sequence[str]) -> None:
-        nonce = secrets.token_hex(8)
+        nonce = secrets.randbelow(10**20)  # digits, which no template's `lower` or `title` changes
         self._secret = {token: f"\ue000{nonce}-{i}\ue001" for i, token in enumerate(special)}
         self._shield = {token: f"\ue002{nonce}-{i}\ue003" for i, token in enumerate(special)}
-        self._public = {name: token for token, name in self._shield.items()}
+        self._special = tuple(special)
         longest_first = sorted((token for token in special if token), key=len, reverse=True)
         self._find = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._find_shield = re.compile(f"\ue002{nonce}-[0-9]+\ue003")
+        # Also as JSON in ASCII spells it, for templates that quote content so.
+        self._find_shield = re.compile(rf"(\ue002|\\ue002){nonce}-([0-9]+)(?:\ue003|\\ue003)")
+        self._break = f"\ue004{nonce}\ue005"
+        self._find_break = re.compile(rf"(?:\ue004|\\ue004){nonce}(?:\ue005|\\ue005)")
+        spelled = [token for token in longest_first if token.strip() == token]
+        self._begins = {token[:end] for token in spelled for end in range(1, len(token))}
+        self._ends = {token[begin:] for token in spelled for begin in range(1, len(token))}
+        self._longest = max(map(len, spelled), default=0)
 
     def rename(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """The `tokenizer.json` with secret names for special tokens, ids unchanged; it neither pads nor truncates."""
@@ -51,12 +59,30 @@ class SecretNames:
     def shield(self, value: Any) -> Any:
         """`value` with look-alikes in all its strings hidden from `to_secret`; what holds none comes back as it is."""
         if isinstance(value, str):
-            return self._find.sub(lambda match: self._shield[match[0]], value)
+            return self._shield_text(value)
         if isinstance(value, Mapping):
-            return {key: self.shield(item) for key, item in value.items()}
+            return {self.shield(key): self.shield(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.shield(item) for item in value]
         return value
 
+    def _shield_text(self, text: str) -> str:
+        text = self._find.sub(lambda match: self._shield[match[0]], text)
+        if not text or text.isalnum():  # a role is inside of many a token's name, and meant to be
+            return text
+        sizes = range(1, min(len(text), self._longest) + 1)
+        # What a template puts beside the text could complete a token's name that it begins, ends or is the middle of.
+        before = self._break if any(text[:size] in self._ends for size in sizes) else ""
+        after = self._break if any(text[-size:] in self._begins for size in sizes) else ""
+        if not before and len(text) < self._longest and any(text in token for token in self._special):
+            before = self._break
+        return before + text + after
+
     def unshield(self, text: str) -> str:
-        return self._find_shield.sub(lambda match: self._public[match[0]], text)
+        """`text` with the look-alikes that `shield` hid."""
+
+        def public(match: re.Match[str]) -> str:
+            token = self._special[int(match[2])]
+            return token if match[1] == "\ue002" else json.dumps(token)[1:-1]
+
+        return self._find_shield.sub(public, self._find_break.sub("", text))

@@ -1,21 +1,42 @@
 """Between text and token ids: encoding prompts and conversations, and what each token is as text.
 
-Owns `Tokenizer`. Knows neither requests nor sockets. Which special tokens text may spell is `secret_names`' matter, text that
-comes token by token `text_stream`'s.
+Owns `Tokenizer` and `ChatRules`. Knows neither requests nor sockets. Which special tokens text may spell is `secret_names`'
+matter, text that comes token by token `text_stream`'s.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import tokenizers
 
-from jaxserve.engine.chat import ChatTemplate, Message
+from jaxserve.engine.chat import ChatTemplate, Message, check_depth
 from jaxserve.engine.secret_names import SecretNames
 from jaxserve.engine.vocab import read_vocabulary
 from jaxserve.errors import InvalidRequest, ModelLoadError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRules:
+    """What whoever runs the server lets conversations do.
+
+    Attributes:
+        special_tokens_in_messages: what spells a special token in a message is one, and not text.
+        trust_request_chat_template: a request may bring its own chat template.
+    """
+
+    special_tokens_in_messages: bool = False
+    trust_request_chat_template: bool = False
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str, bos_token: str, eos_token: str) -> ChatTemplate:
+    return ChatTemplate(source, bos_token=bos_token, eos_token=eos_token)
 
 
 class Tokenizer:
@@ -31,6 +52,7 @@ class Tokenizer:
         special_ids: of control tokens, which are not text.
         bos_token_id, eos_token_id: None where there is no such token.
         template: None without a chat template.
+        rules: what conversations may hold.
 
     Raises:
         ModelLoadError: the text is no tokenizer, its decoder is not supported, or the template does not compile.
@@ -61,9 +83,9 @@ class Tokenizer:
         if add_bos and self.bos_token_id is None:
             raise ModelLoadError(f"tokenizer: prompts begin with {bos_token!r}, which is not in the vocabulary")
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
-        self.template = None
-        if chat_template is not None:
-            self.template = ChatTemplate(chat_template, bos_token=bos_token or "", eos_token=eos_token or "")
+        self._names_in_template = (bos_token or "", eos_token or "")
+        self.template = None if chat_template is None else _compile(chat_template, *self._names_in_template)
+        self.rules = ChatRules()
         self.special_ids = frozenset(i for i, special in enumerate(self._vocabulary.special) if special)
         self._longest = max(1, *map(len, self._vocabulary.token_bytes))
         # What the text stream reads for each token; special tokens are not text.
@@ -75,13 +97,25 @@ class Tokenizer:
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(self._names.secret(token))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a raw prompt: special tokens in it are control tokens, and it begins with one BOS if the model wants one.
+    def with_rules(self, rules: ChatRules) -> Tokenizer:
+        """The same vocabulary and template under other rules."""
+        other = copy.copy(self)
+        other.rules = rules
+        return other
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a raw prompt, in which special tokens are control tokens.
+
+        Args:
+            add_special_tokens: begin with one BOS if the model wants one.
 
         Raises:
             InvalidRequest: `text` holds half of a surrogate pair, which is not text.
         """
         ids = self._encode(self._names.to_secret(text))
+        return self._with_prefix(ids) if add_special_tokens else ids
+
+    def _with_prefix(self, ids: list[int]) -> list[int]:
         return ids if ids[:1] == self._prefix else self._prefix + ids
 
     def encode_plain(self, text: str) -> list[int]:
@@ -99,25 +133,57 @@ class Tokenizer:
         """Tokens that `text` takes at least, found without encoding it. 0 where the vocabulary promises nothing."""
         return len(text) // self._longest if self._vocabulary.exact else 0
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The conversation as text, through the chat template.
+    def template_for(self, chat_template: str | None = None) -> ChatTemplate:
+        """The model's chat template, or one that a request brings.
 
         Raises:
-            InvalidRequest: naming `messages`, if there is no template or it refuses them.
+            InvalidRequest: there is none, it does not compile, or requests may bring none.
         """
-        if self.template is None:
-            raise InvalidRequest("messages: this model has no chat template; use /v1/completions", param="messages")
-        return self.template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        if chat_template is None:
+            if self.template is None:
+                raise InvalidRequest("messages: this model has no chat template; use /v1/completions", param="messages")
+            return self.template
+        if not self.rules.trust_request_chat_template:
+            raise InvalidRequest(
+                "chat_template: this server renders with the model's own; one that is started with "
+                "--trust-request-chat-template takes others",
+                param="chat_template",
+            )
+        try:
+            return _compile(chat_template, *self._names_in_template)
+        except ModelLoadError as error:
+            raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
 
-    def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
-        """Ids of the conversation. The template alone decides about BOS, and special tokens come from it alone.
+    def render_chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any) -> str:
+        """The conversation as text, through a chat template.
+
+        Args:
+            options: as `ChatTemplate.render` takes them.
+
+        Raises:
+            InvalidRequest: as `template_for`, or the template refuses `messages`, which it names.
+        """
+        return self.template_for(chat_template).render(messages, **options)
+
+    def encode_chat(self, messages: Sequence[Message], *, add_special_tokens: bool = False, **options: Any) -> list[int]:
+        """Ids of the conversation. Special tokens come from the template alone, unless `rules` say otherwise.
+
+        Args:
+            add_special_tokens: begin with BOS if the model wants one, whether or not the template wrote it.
+            options: as `render_chat` takes them.
 
         Raises:
             InvalidRequest: as `render_chat`, or as `encode`.
         """
-        shielded = self._names.shield(messages)
-        text = self.render_chat(shielded, add_generation_prompt=add_generation_prompt, **self._names.shield(variables))
-        return self._encode(self._names.unshield(self._names.to_secret(text)))
+        if self.rules.special_tokens_in_messages:
+            text = self._names.to_secret(self.render_chat(messages, **options))
+        else:
+            check_depth(messages=messages, **options)
+            template = options.pop("chat_template", None)
+            shielded = self.render_chat(self._names.shield(messages), chat_template=template, **self._names.shield(options))
+            text = self._names.unshield(self._names.to_secret(shielded))
+        ids = self._encode(text)
+        return self._with_prefix(ids) if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The whole text that begins with `ids`; special tokens give none, invalid UTF-8 gives U+FFFD."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Library
 
-from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text import ChatRules, Tokenizer
 from jaxserve.engine.vocab import byte_level_characters
 from jaxserve.errors import InvalidRequest, ModelLoadError
 from tests.engine import tiny_tokenizers as tiny
@@ -175,30 +175,9 @@ def test_the_template_s_own_error_is_a_request_error() -> None:
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize(
-    "source", ["{{ messages[0].content + 1 }}", "{{ messages[7].content.x }}", "{{ 1 // 0 }}", "{{ ''.__class__.__mro__ }}"]
-)
-def test_a_template_that_fails_is_a_request_error(source: str) -> None:
-    with pytest.raises(InvalidRequest, match="chat template") as caught:
-        tiny.byte_level(source).render_chat(user("x"))
-    assert caught.value.param == "messages"
-
-
 def test_without_a_template_there_is_no_chat() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         tiny.byte_level(None).encode_chat(user("x"))
-
-
-def test_the_template_dialect() -> None:
-    template = (
-        "{%- for m in messages %}\n    {%- if loop.index0 == 1 %}{% break %}{% endif %}\n    {% if true %}\n"
-        "{{ m | tojson }}{% generation %}{{ eos_token }}{% endgeneration %}\n    {% endif %}\n{% endfor %}"
-        "{{ strftime_now('%Y') | length }} {{ unknown }}|{{ extra }}"
-    )
-    messages = [{"content": "<é>'"}, {"content": "never"}]
-    rendered = tiny.byte_level(template).render_chat(messages, extra="more")
-    assert rendered == '{"content": "<é>\'"}<|im_end|>4 |more'
-    assert tiny.byte_level(template).template.variables == {"messages", "eos_token", "unknown", "extra"}  # type: ignore[union-attr]
 
 
 def test_templates_may_trim_and_quote_content_with_look_alikes() -> None:
@@ -206,6 +185,81 @@ def test_templates_may_trim_and_quote_content_with_look_alikes() -> None:
     ids = tokenizer.encode_chat([{"content": "  <|im_end|> é "}])
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == '<|im_end|> é<|im_end|>{"content": "  <|im_end|> é "}'
     assert ids.count(tiny.IM_END_ID) == 1
+
+
+def names(ids: list[int]) -> str:
+    return b"".join(map(BYTE_LEVEL.token_bytes, ids)).decode()
+
+
+@pytest.mark.parametrize(
+    ("source", "messages"),
+    [
+        # Parts of a message, messages, and what a template writes itself, side by side.
+        (
+            "{% for part in messages[0].content %}{{ part.text }}{% endfor %}",
+            [{"content": [{"text": "<|im_"}, {"text": "end|>"}]}],
+        ),
+        ("{{ messages[0].content + messages[1].content }}", [{"content": "a<"}, {"content": "|im_end|>b"}]),
+        ("{{ '<' + messages[0].content }}", [{"content": "|im_end|> x"}]),
+        ("{{ messages[0].content + '>' }}", [{"content": "x <|im_end|"}]),
+        ("{{ '<' + messages[0].content + '>' }}", [{"content": "|im_end|"}]),
+        # Names within data, and data as JSON in ASCII.
+        ("{{ messages[0].content | tojson }}", [{"content": {"<|im_end|>": "<|im_end|>"}}]),
+        ("{{ messages[0].content | tojson(ensure_ascii=true) }}", [{"content": ["é<|im_end|>", "<|im_"]}]),
+        ("{{ messages[0].content | lower | trim }}", [{"content": " <|im_end|>  "}]),
+    ],
+)
+def test_no_piece_of_a_message_becomes_part_of_a_special_token(source: str, messages: list[dict[str, object]]) -> None:
+    tokenizer = tiny.byte_level(source)
+    ids = tokenizer.encode_chat(messages)
+    assert not any(map(tokenizer.is_special, ids))
+    assert names(ids) == tokenizer.render_chat(messages)
+
+
+def test_special_tokens_in_messages_where_the_server_says_so() -> None:
+    tokenizer = BYTE_LEVEL.with_rules(ChatRules(special_tokens_in_messages=True))
+    content = "a<|im_end|>b"
+    assert tokenizer.encode_chat(user(content)).count(tiny.IM_END_ID) == 2
+    assert tokenizer.encode_chat(user(content)) == BYTE_LEVEL.encode(tokenizer.render_chat(user(content)))
+    assert BYTE_LEVEL.encode_chat(user(content)).count(tiny.IM_END_ID) == 1
+
+
+def test_bos_is_added_where_that_is_asked_for() -> None:
+    template = "{{ messages[0].content }}"
+    tokenizer = tiny.sentencepiece(template)
+    bos = tokenizer.bos_token_id
+    assert bos not in tokenizer.encode_chat(user("hello"))
+    assert tokenizer.encode_chat(user("hello"), add_special_tokens=True) == [bos, *tokenizer.encode_chat(user("hello"))]
+    assert tokenizer.encode("hello", add_special_tokens=False) == tokenizer.encode("hello")[1:]
+    assert SENTENCEPIECE.encode_chat(user("hello"), add_special_tokens=True) == SENTENCEPIECE.encode_chat(user("hello"))
+
+
+def test_a_template_of_the_request_s_own() -> None:
+    source = "{{ messages[0].content }}{{ eos_token }}"
+    with pytest.raises(InvalidRequest, match="--trust-request-chat-template") as caught:
+        BYTE_LEVEL.encode_chat(user("a"), chat_template=source)
+    assert caught.value.param == "chat_template"
+    tokenizer = BYTE_LEVEL.with_rules(ChatRules(trust_request_chat_template=True))
+    assert tokenizer.encode_chat(user("<|im_end|>"), chat_template=source) == [*BYTE_LEVEL.encode_plain("<|im_end|>"), 2]
+    assert tokenizer.encode_chat(user("a")) == BYTE_LEVEL.encode_chat(user("a"))
+    for broken in ("{% for %}", "{{ x", "{% include 'x' %}" + "{% if a %}" * 300):
+        with pytest.raises(InvalidRequest, match="chat_template: ") as caught:
+            tokenizer.encode_chat(user("a"), chat_template=broken)
+        assert caught.value.param == "chat_template"
+
+
+@pytest.mark.parametrize("depth", [60, 100, 5000, 100_000])
+def test_deeply_nested_messages_are_refused(depth: int) -> None:
+    nested: object = "x"
+    for _ in range(depth):
+        nested = [nested]
+    tokenizer = tiny.byte_level("{{ extra | tojson | length }}")
+    if depth < 64:
+        assert tokenizer.decode(tokenizer.encode_chat(user("a"), extra=nested)) == str(2 * depth + 3)
+        return
+    for options, name in (({"extra": nested}, "extra"), ({"messages": [{"content": nested}]}, "messages")):
+        with pytest.raises(InvalidRequest, match=f"{name} must be nested at most 64 levels deep"):
+            tokenizer.encode_chat(**({"messages": user("a")} | options))  # type: ignore[arg-type]
 
 
 # --- files that cannot be used ----------------------------------------------------------------------------------------
@@ -237,12 +291,3 @@ def test_hostile_strings_survive_a_conversation(shared: Path) -> None:
     for text in json.loads((shared / "data/fuzz/blns.json").read_text()):
         ids = BYTE_LEVEL.encode_chat(user(text))
         assert b"".join(map(BYTE_LEVEL.token_bytes, ids)).decode() == BYTE_LEVEL.render_chat(user(text))
-
-
-def test_templates_of_known_models_render(shared: Path) -> None:
-    paths = sorted((shared / "data/chat-templates").glob("*.jinja"))
-    assert paths
-    for path in paths:
-        rendered = tiny.byte_level(path.read_text()).render_chat([*user("Hello?"), {"role": "assistant", "content": "Yes."}])
-        assert "Hello?" in rendered, path.name
-        assert "Yes." in rendered, path.name
