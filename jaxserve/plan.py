@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxserve.request import SamplingParams, TokenLogprobs
@@ -27,6 +28,8 @@ class PlanRow:
         stop_ids: ids that `min_tokens` forbids (end of sequence and stop tokens).
         fresh: first row since the sequence took this slot; per-slot state is initialised from `params`.
         history: of a fresh row that starts after others' cached tokens, those tokens: ids of positions `[0, start)`.
+        targets: the known ids that follow the row's first `len(targets)` positions, if their log probabilities are wanted.
+        embed: whether the final hidden state of the last position is wanted, where `sample` is set.
     """
 
     seq_id: int
@@ -42,6 +45,8 @@ class PlanRow:
     stop_ids: tuple[int, ...]
     fresh: bool
     history: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
+    embed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +83,21 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step sampled.
+    """What one step sampled, and what else its rows asked for.
 
     Attributes:
         tokens: for each row of the plan, in order, the sampled ids: one where `sample` was set, else none.
         logprobs: likewise; empty tuples for rows that did not ask.
+        scores: log probabilities of the targets of each row that has any, by `seq_id`.
+        hidden: final hidden states of rows that asked for one, by `seq_id`.
     """
 
     step_id: int
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprobs, ...], ...]
     stats: StepStats
+    scores: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    hidden: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxserve.errors import InvalidRequest
 
@@ -43,7 +43,7 @@ class SamplingParams:
     """How to choose tokens and when to stop.
 
     Attributes:
-        max_tokens: output tokens at most; None means up to the context limit.
+        max_tokens: output tokens at most; None means up to the context limit, 0 that the request ends after its prompt.
         min_tokens: end-of-sequence and stop tokens cannot be sampled before this many output tokens.
         temperature: 0 is greedy; values under 1e-3 are treated as 0, whose limit they are.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -55,6 +55,8 @@ class SamplingParams:
         logit_bias: (token id, value) pairs added to logits, at most 300.
         logprobs: None for none; n from 0 to 20 for the chosen token's and the n most likely tokens', of the model's own
             distribution (before temperature, penalties and bias).
+        prompt_logprobs: None for none; n from 0 to 20 for the log probability of each prompt token but the first, its rank,
+            and the n most likely tokens'. Every position is then computed, cached or not.
         stop: strings that end the output and are not part of it. Handled by the text layer, as the next two.
         include_stop_str_in_output: the stop string, or the stop token's text, is part of the output after all.
         skip_special_tokens: special tokens are not text; if false, their names are.
@@ -77,6 +79,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -94,7 +97,7 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             _require(isinstance(value, (int, float)) and math.isfinite(value), name, "a finite number", value)
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        _require(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0", self.max_tokens)
         _require(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
@@ -115,9 +118,9 @@ class SamplingParams:
         )
         for _, value in self.logit_bias:
             _require(-100.0 <= value <= 100.0, "logit_bias", "values from -100 to 100", value)
-        _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}", self.logprobs
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"from 0 to {MAX_LOGPROBS}", count)
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",
@@ -152,9 +155,10 @@ class Request:
         deadline: seconds on the scheduler's clock at which it ends, finished or not; None for never. Earlier ones of a
             tenant run first.
         cache_salt: whose cached prefixes it may use and add to: those of requests with the same one, and no others.
+        embed: whether the final hidden state of its last prompt token is wanted, and no output.
 
     Raises:
-        InvalidRequest: a weight that is not above 0, or a deadline that is no time.
+        InvalidRequest: a weight that is not above 0, a deadline that is no time, or `embed` with output.
     """
 
     request_id: str
@@ -165,10 +169,25 @@ class Request:
     weight: float = 1.0
     deadline: float | None = None
     cache_salt: str = ""
+    embed: bool = False
 
     def __post_init__(self) -> None:
         _require(0.0 < self.weight < math.inf, "weight", "above 0", self.weight)
         _require(self.deadline is None or math.isfinite(self.deadline), "deadline", "a finite time or None", self.deadline)
+        _require(not self.embed or self.params.max_tokens == 0, "max_tokens", "0 for an embedding", self.params.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities (natural) at one position: the token's that is there, and the most likely (id, value) first.
+
+    Attributes:
+        rank: of a prompt's token, its place among all by likelihood, from 1; equals are one behind whoever is likelier.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    rank: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -190,12 +209,14 @@ class Sequence:
         rows_in_flight: rows of it that are dispatched and not yet committed, whether or not they still count.
         seed: the request's, or one that the scheduler drew; 64 bits, unsigned.
         stop_ids: token ids that end it.
-        max_positions: positions whose KV it may ever need; one less than its tokens may be, since nothing follows the last.
+        max_positions: positions whose KV it may ever need; one less than its tokens may be, since nothing follows the last
+            output token.
         turn: its place among all that ever ran, which it keeps when it is preempted; -1 before it first runs.
         num_shared: leading pages that lie in the prefix tree.
         dispatched: leading positions that plans before the newest compute, or that were cached.
         cached: prompt tokens that it did not compute when it first ran; None before.
         charged: leading positions that its tenant has been charged for; a replay is not charged again.
+        scores: log probabilities of the prompt's tokens after the first, as far as they have been committed.
     """
 
     seq_id: int
@@ -218,6 +239,7 @@ class Sequence:
     dispatched: int = 0
     cached: int | None = None
     charged: int = 0
+    scores: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def num_prompt(self) -> int:
@@ -233,13 +255,15 @@ class Sequence:
         """Tokens that exist on the host or, sampled and unread, on the device."""
         return len(self.tokens) + self.in_flight
 
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether log probabilities of its prompt are wanted and not all committed."""
+        return self.request.params.prompt_logprobs is not None and len(self.scores) < len(self.request.prompt) - 1
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log probabilities (natural) at one output position: the chosen token's, and the most likely (id, value) first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
+    @property
+    def num_skippable(self) -> int:
+        """Leading tokens that it need not compute if their KV is cached."""
+        return len(self.scores) if self.lacks_scores else len(self.tokens) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +276,8 @@ class TokenEvent:
         finish_reason: None while it goes on. A stop token that ended the sequence is part of `tokens`.
         num_prompt, num_output: totals so far, for usage.
         num_cached: prompt tokens that were cached and not computed.
+        prompt_logprobs: of every prompt token after the first, in the first event of a request that asked, else empty.
+        hidden: the final hidden state of the last prompt token, in the only event of an embedding, else empty.
     """
 
     request_id: str
@@ -261,3 +287,14 @@ class TokenEvent:
     num_prompt: int
     num_output: int
     num_cached: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    hidden: tuple[float, ...] = ()
+
+    def merged(self, later: TokenEvent) -> TokenEvent:
+        """This event and the next one of the same request, as one."""
+        return replace(
+            later,
+            tokens=self.tokens + later.tokens,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+        )

@@ -10,14 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
 
 NextToken = Callable[[Seq[int], int], int]
 """(all tokens so far, seed; 0 when greedy) -> the next token id."""
+
+FAKE_HIDDEN_SIZE = 8
 
 _MASK = 2**64 - 1
 _ROOT = 0x9E3779B97F4A7C15
@@ -65,6 +68,30 @@ def fake_logprobs(token: int, top: int, vocab_size: int) -> TokenLogprobs:
     return TokenLogprobs(-0.25, tuple(((token + i) % vocab_size, -0.25 - i) for i in range(min(top, vocab_size))))
 
 
+def fake_prompt_logprobs(prompt: Seq[int], num_top: int, vocab_size: int) -> tuple[TokenLogprobs, ...]:
+    """The log probabilities that `FakeRunner` gives of every token of `prompt` but the first."""
+    scores, state = [], _ROOT
+    for token, target in pairwise(prompt):
+        state = _mix(state, token)
+        scores.append(_score(state, target, num_top, vocab_size))
+    return tuple(scores)
+
+
+def _score(state: int, target: int, num_top: int, vocab_size: int) -> TokenLogprobs:
+    """Of `target` after tokens that hash to `state`; every other time it is the likeliest, else the id after it is."""
+    rank = 1 + _mix(state, target) % 2
+    top = tuple(((target + rank - 1 + i) % vocab_size, -0.5 - i) for i in range(min(num_top, vocab_size)))
+    return TokenLogprobs(0.5 - rank - (rank - 1) * (state % 64) / 64, top, rank)
+
+
+def fake_hidden(tokens: Seq[int]) -> tuple[float, ...]:
+    """The final hidden state that `FakeRunner` has after `tokens`: `FAKE_HIDDEN_SIZE` numbers from -1 to 1."""
+    state = _ROOT
+    for token in tokens:
+        state = _mix(state, token)
+    return tuple((_mix(state, i) % 257 - 128) / 128 for i in range(FAKE_HIDDEN_SIZE))
+
+
 def choose_token(
     next_token: NextToken,
     tokens: Seq[int],
@@ -94,6 +121,7 @@ class _Slot:
     stop_ids: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
+    target: int | None = None  # what the last row said would be the next token
 
 
 def _begin(row: PlanRow) -> _Slot:
@@ -122,7 +150,7 @@ class FakeHandle:
             time.sleep(self._ready_at - started)
         result = finish()
         waited = time.monotonic() - started
-        return StepResult(result.step_id, result.tokens, result.logprobs, StepStats(result.stats.submit_seconds, waited))
+        return replace(result, stats=StepStats(result.stats.submit_seconds, waited))
 
 
 class FakeRunner:
@@ -194,9 +222,11 @@ class FakeRunner:
         self._move_pages(plan)
         for row in plan.rows:
             self._write_row(row)
+        scores = {row.seq_id: self._score(row) for row in plan.rows if row.targets}
+        hidden = {row.seq_id: fake_hidden(self._slots[row.slot].tokens) for row in plan.rows if row.embed and row.sample}
         samples = [self._sample(row) for row in plan.rows]
         tokens, logprobs = zip(*samples, strict=True)
-        result = StepResult(plan.step_id, tokens, logprobs, StepStats(0.0, 0.0))
+        result = StepResult(plan.step_id, tokens, logprobs, StepStats(0.0, 0.0), scores, hidden)
         return FakeHandle(lambda: result, self._ready_at)
 
     def _move_pages(self, plan: StepPlan) -> None:
@@ -273,7 +303,8 @@ class FakeRunner:
         end = row.start + row.count
         _require(0 <= row.slot < limits.max_seqs, f"{where}: slot {row.slot} is outside 0..{limits.max_seqs - 1}")
         _require(row.count >= 1, f"{where}: count {row.count} < 1")
-        _require(end < limits.max_context + (not row.sample), f"{where}: position {end} > max_context {limits.max_context}")
+        room = limits.max_context - (row.sample and row.params.max_tokens != 0)
+        _require(end <= room, f"{where}: position {end} > max_context {limits.max_context}")
         _require(row.num_prompt >= 1, f"{where}: num_prompt {row.num_prompt} < 1")
         _require(not row.sample or end >= row.num_prompt, f"{where}: samples inside its prompt")
         _require(0 <= row.seed <= _MASK, f"{where}: seed {row.seed} is not 64 bits")
@@ -282,6 +313,8 @@ class FakeRunner:
         _require(len(row.pages) * limits.page_size >= end, f"{where}: {len(row.pages)} pages do not cover {end} positions")
         _require(all(0 <= p < limits.num_pages for p in row.pages), f"{where}: page id out of range: {row.pages}")
         _require(len(set(row.pages)) == len(row.pages), f"{where}: a page twice in one block table: {row.pages}")
+        _require(len(row.targets) <= row.count, f"{where}: {len(row.targets)} targets for {row.count} positions")
+        _require(not row.targets or row.params.prompt_logprobs is not None, f"{where}: targets that it did not ask for")
         if row.fresh:
             _require(row.start == len(row.history), f"{where}: starts at {row.start}, its history is {row.history}")
         else:
@@ -322,12 +355,22 @@ class FakeRunner:
         known = slot.tokens[row.start : row.start + len(row.tokens)]
         _require(known == list(row.tokens[: len(known)]), f"{where}: host says {row.tokens}, the device sampled {known}")
         slot.tokens.extend(row.tokens[len(known) :])
+        inside = slot.tokens[row.start + 1 :][: len(row.targets)]
+        _require(list(row.targets[: len(inside)]) == inside, f"{where}: targets {row.targets} do not follow its tokens")
+        _require(slot.target in (None, slot.tokens[row.start]), f"{where}: the target {slot.target} was not the next token")
+        slot.target = row.targets[-1] if len(row.targets) == row.count else None
         missing = row.count - len(row.tokens)
         _require(missing <= 1, f"{where}: {missing} tokens are left to the device, which knows at most the last")
         _require(
             len(slot.tokens) == row.start + row.count,
             f"{where}: row ends at {row.start + row.count}, the device holds {len(slot.tokens)} tokens",
         )
+
+    def _score(self, row: PlanRow) -> tuple[TokenLogprobs, ...]:
+        hashes, num_top = self._slots[row.slot].hashes, row.params.prompt_logprobs or 0
+        after = hashes[row.start : row.start + len(row.targets)]
+        pairs = zip(after, row.targets, strict=True)
+        return tuple(_score(state, target, num_top, self._limits.vocab_size) for state, target in pairs)
 
     def _sample(self, row: PlanRow) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
         if not row.sample:
@@ -361,7 +404,7 @@ def expected_output(
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     # The last token's KV is never needed, so a pool holds one token more than it has positions.
     room = min(limits.max_context, limits.num_pages * limits.page_size + 1) - len(request.prompt)
-    max_output = min(room, params.max_tokens or room)
+    max_output = room if params.max_tokens is None else min(room, params.max_tokens)
     tokens = list(request.prompt)
     for _ in range(max_output):
         token = choose_token(

@@ -95,7 +95,6 @@ class PagedModel:
             block_table=self._table[None],
             row_offsets=np.array([0, count], np.int32),
             lengths=np.array([self.length], np.int32),
-            last_token=np.arange(width, dtype=np.int32),
         )  # type: ignore[call-arg]
         if width not in self._programs:
             self._programs[width] = self._compile(width)
@@ -109,12 +108,13 @@ class PagedModel:
         return np.concatenate([self.feed(tokens[start : start + width], width=width) for start in starts])
 
     def _compile(self, width: int) -> Any:
-        forward = FAMILIES[self.config.family].forward
+        family = FAMILIES[self.config.family]
         num_single = 1 if width == 1 else 0
         options = {"config": self.config, "num_single": num_single, "attention_impl": self._attention_impl}
 
         def step(params: Any, pools: Any, batch: StepBatch, kv_scales: Any) -> Any:
-            return forward(params, pools, batch, kv_scales=kv_scales, **options)
+            states, pools = family.forward(params, pools, batch, kv_scales=kv_scales, **options)
+            return family.head(params, states, self.config)[0], pools
 
         everywhere = PartitionSpec()
         param_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.params)

@@ -129,6 +129,8 @@ class Output:
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_cached: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    hidden: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,6 +178,9 @@ def run(
             output.logprobs += event.logprobs
             output.finish_reason = event.finish_reason
             output.num_cached = event.num_cached
+            assert not event.prompt_logprobs or len(output.tokens) == len(event.tokens), "the first event has them"
+            output.prompt_logprobs += event.prompt_logprobs
+            output.hidden += event.hidden
     scheduler.check_integrity()
     assert core.last_error is None
     assert scheduler.num_free_pages == scheduler._limits.num_pages

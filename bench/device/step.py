@@ -107,7 +107,7 @@ def _time_step(config: ModelConfig, params: Any, mesh: Any, batch: int, context:
         started = time.perf_counter()
         for _ in range(num_steps):
             state, result = step(params, state, uploaded)
-        result.block_until_ready()
+        result.sampled.block_until_ready()
         best = min(best, (time.perf_counter() - started) / num_steps)
     return best
 

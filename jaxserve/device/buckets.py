@@ -74,6 +74,7 @@ def choose_bucket(buckets: tuple[Bucket, ...], num_single: int, chunk_tokens: in
 
 
 def bucket_for_plan(buckets: tuple[Bucket, ...], plan: StepPlan) -> Bucket:
-    """The bucket that `plan` runs in."""
+    """The bucket that `plan` runs in. Only those for chunks give more than sampled tokens."""
     chunks = [row.count for row in plan.rows if row.count > 1]
-    return choose_bucket(buckets, len(plan.rows) - len(chunks), sum(chunks), len(chunks))
+    least = any(row.targets or row.embed for row in plan.rows)
+    return choose_bucket(buckets, len(plan.rows) - len(chunks), max(sum(chunks), least), len(chunks))

@@ -70,7 +70,6 @@ def largest_by_head(
         block_table=jnp.arange(num_pages, dtype=jnp.int32)[None],
         row_offsets=jnp.array([0, NUM_TOKENS], jnp.int32),
         lengths=jnp.array([NUM_TOKENS], jnp.int32),
-        last_token=jnp.zeros(1, jnp.int32),
     )
     forward = partial(FAMILIES[config.family].forward, config=config, num_single=0, attention_impl="xla")
     shape = pool_shape(config, num_pages, PAGE_SIZE, mesh)

@@ -79,6 +79,19 @@ class SampleRows:
     forbidden: Int[Array, "R max_forbidden"]
 
 
+@pytree.dataclass
+class KnownTokens:
+    """Tokens that follow some of the step's tokens, and whose log probabilities are wanted; none in a bucket without chunks.
+
+    Attributes:
+        token: index among the step's tokens of the one that it follows.
+        target: its id; -1 for padding, which comes last.
+    """
+
+    token: Int[Array, " known"]
+    target: Int[Array, " known"]
+
+
 def table_width(limits: RunnerLimits) -> int:
     """Pages that the longest sequence can have."""
     return -(-limits.max_context // limits.page_size)
@@ -93,6 +106,7 @@ def _part_shapes(bucket: Bucket, limits: RunnerLimits) -> dict[str, tuple[int, .
         "block_table": (rows, table_width(limits)),
         "samples": (len(_SAMPLE_FIELDS), samples),
         "forbidden": (samples, MAX_FORBIDDEN),
+        "known": (2, bucket.num_tokens if bucket.chunk_tokens else 0),
     }
 
 
@@ -124,6 +138,8 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
     # Padding must not ask for anything: a repetition penalty of 0 or a top_p of 0 would.
     samples[:, :] = _padding_sample(limits.max_seqs)[:, None]
     parts["forbidden"][:] = limits.vocab_size
+    known, num_known = parts["known"], 0
+    known[1] = -1
     places: list[int | None] = []
     single, chunk, chunk_token, sample = 0, bucket.num_single, bucket.num_single, 0
     for row in plan.rows:
@@ -139,6 +155,11 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
         rows[:, place] = (row.slot, row.start, row.count)
         num_pages = -(-(row.start + row.count) // limits.page_size)
         parts["block_table"][place, :num_pages] = row.pages[:num_pages]
+        num_targets = len(row.targets)
+        if num_targets:
+            known[0, num_known : num_known + num_targets] = np.arange(token, token + num_targets)
+            known[1, num_known : num_known + num_targets] = row.targets
+            num_known += num_targets
         places.append(sample if row.sample else None)
         if row.sample:
             samples[:, sample] = _sample_fields(row, token + row.count - 1)
@@ -195,14 +216,15 @@ def unpack(
     tokens_by_slot: Int[Array, "slots C"],
     bucket: Bucket,
     limits: RunnerLimits,
-) -> tuple[StepBatch, SampleRows, Int[Array, " T"]]:
+) -> tuple[StepBatch, SampleRows, Int[Array, " T"], KnownTokens]:
     """The vector as arrays, on the device.
 
     Args:
         tokens_by_slot: tokens of each slot's sequence by position, from which those that the host did not know are read.
 
     Returns:
-        The model's batch, the rows that sample, and the slot of each token (`max_seqs` for padding).
+        The model's batch, the rows that sample, the slot of each token (`max_seqs` for padding), and the known tokens whose
+        log probabilities are wanted.
     """
     num_rows, num_tokens = bucket.num_rows, bucket.num_tokens
     parts = _split(packed, bucket, limits)
@@ -230,9 +252,8 @@ def unpack(
         block_table=parts["block_table"],
         row_offsets=row_offsets,
         lengths=jnp.where(counts > 0, starts + counts, 0),
-        last_token=samples.last_token,
     )
-    return batch, samples, token_slots
+    return batch, samples, token_slots, KnownTokens(*parts["known"])
 
 
 def abstract_upload(bucket: Bucket, limits: RunnerLimits, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

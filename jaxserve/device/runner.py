@@ -28,7 +28,8 @@ from jaxserve.device.host_pages import HostPages
 from jaxserve.device.pack import abstract_upload, pack
 from jaxserve.device.prepare import Preparation
 from jaxserve.device.sampler import Sampled, choose_draw, sample
-from jaxserve.device.step import DeviceState, jit_step, make_step, num_top_logprobs, state_shardings
+from jaxserve.device.scoring import unpack_columns
+from jaxserve.device.step import DeviceState, StepOutput, jit_step, make_step, num_top_logprobs, state_shardings
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import abstract_params
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
@@ -52,20 +53,39 @@ class DeviceStep:
 
     plan: StepPlan
     places: list[int | None]
-    packed: jax.Array
+    output: StepOutput
     num_top: int
     submit_seconds: float
 
     def result(self) -> StepResult:
         """Wait for the step and read what it sampled."""
         started = time.perf_counter()
-        values = np.asarray(self.packed)
+        values = np.asarray(self.output.sampled)
         wait_seconds = time.perf_counter() - started
         tokens = values[:, 0].tolist()
         sampled = [() if place is None else (tokens[place],) for place in self.places]
         logprobs = [self._logprobs(row, values, place) for row, place in zip(self.plan.rows, self.places, strict=True)]
         stats = StepStats(submit_seconds=self.submit_seconds, wait_seconds=wait_seconds)
-        return StepResult(self.plan.step_id, tuple(sampled), tuple(logprobs), stats)
+        return StepResult(self.plan.step_id, tuple(sampled), tuple(logprobs), stats, self._scores(), self._hidden())
+
+    def _scores(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        asking = [row for row in self.plan.rows if row.targets]
+        if not asking:
+            return {}
+        values, start = np.asarray(self.output.scores), 0
+        scores = {}
+        for row in asking:
+            mine = values[start : start + len(row.targets)]
+            scores[row.seq_id] = unpack_columns(mine, row.params.prompt_logprobs or 0, self.num_top)
+            start += len(row.targets)
+        return scores
+
+    def _hidden(self) -> dict[int, tuple[float, ...]]:
+        asking = [(row, place) for row, place in zip(self.plan.rows, self.places, strict=True) if row.embed and row.sample]
+        if not asking:
+            return {}
+        values = np.asarray(self.output.hidden)
+        return {row.seq_id: tuple(values[place].tolist()) for row, place in asking}
 
     def _logprobs(self, row: PlanRow, values: np.ndarray, place: int | None) -> tuple[TokenLogprobs, ...]:
         wanted = row.params.logprobs
@@ -187,7 +207,7 @@ class DeviceRunner:
         for bucket in self._buckets:
             if bucket.num_tokens <= WARM_UP_TOKENS:
                 packed, _ = pack(StepPlan(-1, ()), bucket, self._limits)
-                np.asarray(self._dispatch(bucket, packed))
+                self._dispatch(bucket, packed).sampled.block_until_ready()
         self._compiles_when_ready = compile_counter.num_compiles()
 
     def time_variant(
@@ -204,7 +224,7 @@ class DeviceRunner:
             started = time.perf_counter()
             for _ in range(num_steps):
                 self._state, result = step(self._params, self._state, uploaded)
-            result.block_until_ready()
+            result.sampled.block_until_ready()
             seconds.append((time.perf_counter() - started) / num_steps)
         return seconds[1:]
 
@@ -214,8 +234,8 @@ class DeviceRunner:
         self._prepare(plan)
         bucket = bucket_for_plan(self._buckets, plan)
         packed, places = pack(plan, bucket, self._limits)
-        result = self._dispatch(bucket, packed)
-        return DeviceStep(plan, places, result, num_top_logprobs(self._config), time.perf_counter() - started)
+        output = self._dispatch(bucket, packed)
+        return DeviceStep(plan, places, output, num_top_logprobs(self._config), time.perf_counter() - started)
 
     def _prepare(self, plan: StepPlan) -> None:
         host_pages = self._host_pages
@@ -237,10 +257,10 @@ class DeviceRunner:
     def _make_host_pages(self) -> HostPages | None:
         return HostPages(self._abstract_state, self._limits.host_pages) if self._limits.host_pages else None
 
-    def _dispatch(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+    def _dispatch(self, bucket: Bucket, packed: np.ndarray) -> StepOutput:
         uploaded = jax.device_put(packed, self._everywhere)
-        self._state, result = self._steps[bucket](self._params, self._state, uploaded)
-        return result
+        self._state, output = self._steps[bucket](self._params, self._state, uploaded)
+        return output
 
     def _compile(self, bucket: Bucket) -> Any:
         step = make_step(

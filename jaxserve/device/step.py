@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
@@ -19,6 +18,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.pack import SampleRows, unpack
 from jaxserve.device.sampler import Sampled, SlotState, sample
+from jaxserve.device.scoring import pack_columns, score
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.sharding import partition_spec
 from jaxserve.plan import RunnerLimits
@@ -43,6 +43,21 @@ class DeviceState:
     kv_scales: Float[Array, "L K 2"] | None = None
 
 
+@pytree.dataclass
+class StepOutput:
+    """What a step leaves on the device to be read, or not.
+
+    Attributes:
+        sampled: see `pack_sampled`.
+        hidden: final hidden states of the rows that sample, at their last tokens; only where the bucket has chunks.
+        scores: of known tokens, see `scoring.score`; likewise.
+    """
+
+    sampled: Int[Array, "R packed"]
+    hidden: Float[Array, "R E"] | None = None
+    scores: Int[Array, "T packed"] | None = None
+
+
 def make_step(
     config: ModelConfig,
     limits: RunnerLimits,
@@ -50,7 +65,7 @@ def make_step(
     attention_impl: str,
     choose: Callable[[Array, SampleRows, SlotState], Sampled] = sample,
     attention_options: Mapping[str, int] | None = None,
-) -> Callable[[Any, DeviceState, Array], tuple[DeviceState, Array]]:
+) -> Callable[[Any, DeviceState, Array], tuple[DeviceState, StepOutput]]:
     """The step of one bucket, to be called inside `shard_map`.
 
     Args:
@@ -58,16 +73,16 @@ def make_step(
         attention_options: tuned ones, as `paged_attention.schedule` has them.
 
     Returns:
-        A function of parameters, state and packed upload to the new state and the packed result; see `pack_sampled`.
+        A function of parameters, state and packed upload to the new state and what is to be read.
     """
-    forward = FAMILIES[config.family].forward
+    family = FAMILIES[config.family]
 
-    def step(params: Any, state: DeviceState, packed: Int[Array, " U"]) -> tuple[DeviceState, Int[Array, "R width"]]:
+    def step(params: Any, state: DeviceState, packed: Int[Array, " U"]) -> tuple[DeviceState, StepOutput]:
         slots = state.slots
-        batch, rows, token_slots = unpack(packed, slots.tokens, bucket, limits)
+        batch, rows, token_slots, known = unpack(packed, slots.tokens, bucket, limits)
         tokens_by_slot = slots.tokens.at[token_slots, batch.positions].set(batch.token_ids)
         slots = dataclasses.replace(slots, tokens=tokens_by_slot)
-        logits, pools = forward(
+        states, pools = family.forward(
             params,
             state.pools,
             batch,
@@ -77,21 +92,21 @@ def make_step(
             kv_scales=state.kv_scales,
             attention_options=attention_options,
         )
+        logits, hidden = family.head(params, states.at[:, rows.last_token].get(mode="promise_in_bounds"), config)
         sampled = choose(logits, rows, slots)
         slots = dataclasses.replace(slots, tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))
-        return DeviceState(pools=pools, slots=slots, kv_scales=state.kv_scales), pack_sampled(sampled)
+        output = StepOutput(pack_sampled(sampled))
+        if bucket.chunk_tokens:
+            scores = score(lambda x: family.head(params, x, config)[0], states, known, num_top_logprobs(config))
+            output = StepOutput(output.sampled, hidden=hidden.T.astype(jnp.float32), scores=scores)
+        return DeviceState(pools=pools, slots=slots, kv_scales=state.kv_scales), output
 
     return step
 
 
 def pack_sampled(sampled: Sampled) -> Int[Array, "R packed"]:
-    """One array to read back: token, its log probability's bits, the top ids, their log probabilities' bits."""
-
-    def bits(x: Array) -> Array:
-        return lax.bitcast_convert_type(x, jnp.int32)
-
-    columns = [sampled.tokens[:, None], bits(sampled.logprob)[:, None], sampled.top_ids, bits(sampled.top_logprobs)]
-    return jnp.concatenate(columns, axis=1)
+    """`Sampled` as `pack_columns` has it."""
+    return pack_columns(sampled.tokens, sampled.logprob, sampled.top_ids, sampled.top_logprobs)
 
 
 def num_top_logprobs(config: ModelConfig) -> int:

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from jaxserve.engine.core import EngineStats
@@ -101,7 +101,7 @@ class TokenStream:
 
     def _put(self, event: TokenEvent) -> None:
         before = self._pending.get(event.request_id)
-        self._pending[event.request_id] = event if before is None else _merge(before, event)
+        self._pending[event.request_id] = event if before is None else before.merged(event)
         if event.finish_reason is not None:
             self._live.discard(event.request_id)
         self._wake()
@@ -119,10 +119,6 @@ class TokenStream:
 def _timeout(event: TokenEvent) -> RequestTimeout:
     done = f"{event.num_output} output tokens were made" if event.num_output else "it had not begun"
     return RequestTimeout(f"the request's time ran out: {done}")
-
-
-def _merge(first: TokenEvent, second: TokenEvent) -> TokenEvent:
-    return replace(second, tokens=first.tokens + second.tokens, logprobs=first.logprobs + second.logprobs)
 
 
 class AsyncEngine:

@@ -49,7 +49,10 @@ def validate(request: Request, limits: RunnerLimits) -> None:
                 f"prompt must have token ids from 0 to {limits.vocab_size - 1}, found {token_id}", param="prompt"
             )
     check_token_ids(params, limits.vocab_size)
-    _check_fits(len(prompt), "1 output token", 1, limits, param="prompt")
+    if params.max_tokens == 0:
+        _check_fits(len(prompt), "no output", 0, limits, param="prompt")
+    else:
+        _check_fits(len(prompt), "1 output token", 1, limits, param="prompt")
     for name in ("max_tokens", "min_tokens"):
         value = getattr(params, name)
         if value:
@@ -60,7 +63,7 @@ def _check_fits(num_prompt: int, output: str, num_output: int, limits: RunnerLim
     if num_prompt + num_output > limits.max_context:
         raise InvalidRequest(f"prompt {num_prompt} + {output} > context {limits.max_context}", param=param)
     # The last output token is never an input, so it needs no place in a page.
-    num_pages = -(-(num_prompt + num_output - 1) // limits.page_size)
+    num_pages = -(-(num_prompt + max(1, num_output) - 1) // limits.page_size)
     if num_pages > limits.num_pages:
         raise InvalidRequest(
             f"prompt {num_prompt} + {output} need {num_pages} pages of {limits.page_size} tokens "

@@ -49,4 +49,4 @@ def check_in_flight(live: Iterable[Sequence], in_flight: Iterable[tuple[StepPlan
         where = f"sequence {seq.seq_id}"
         assert seq.rows_in_flight == rows.get(seq, 0), f"{where}: {seq.rows_in_flight} rows in flight, found {rows.get(seq)}"
         assert seq.in_flight == samples.get(seq, 0), f"{where}: {seq.in_flight} tokens in flight, found {samples.get(seq)}"
-        assert seq.num_output < seq.max_output, f"{where} has all its output, yet goes on"
+        assert seq.num_output < max(1, seq.max_output), f"{where} has all its output, yet goes on"

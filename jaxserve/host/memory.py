@@ -105,12 +105,12 @@ class Memory:
     # A sequence's life.
 
     def find(self, seq: Sequence) -> Found:
-        """What `seq`, which holds nothing, may start from. At least its last token is left to compute. O(its pages)."""
+        """What `seq`, which holds nothing, may start from: `num_skippable` of its tokens at most. O(its pages)."""
         tree = self._tree
         if tree is None:
             return NOTHING
         tokens = seq.tokens
-        last = (len(tokens) - 1) // self._size
+        last = seq.num_skippable // self._size
         root = node = tree.root(seq.request.cache_salt)
         nodes: list[Node] = []
         computing = None
@@ -132,14 +132,14 @@ class Memory:
             if loaded:
                 tree.prune(root)
                 return Found(tuple(nodes), sum(node.idle for node in nodes), loaded=loaded)
-        copied, num_copied = self._find_beginning(tree, nodes[-1] if nodes else root, tokens, len(nodes))
+        copied, num_copied = self._find_beginning(tree, nodes[-1] if nodes else root, seq, len(nodes))
         tree.prune(root)
         return Found(tuple(nodes), sum(node.idle for node in nodes), copied, num_copied)
 
-    def _find_beginning(self, tree: PrefixTree, node: Node, tokens: Seq[int], depth: int) -> tuple[int | None, int]:
-        """A page after `node` that begins as `tokens` go on, and in how many tokens it agrees, if they are worth a copy."""
+    def _find_beginning(self, tree: PrefixTree, node: Node, seq: Sequence, depth: int) -> tuple[int | None, int]:
+        """A page after `node` that begins as `seq` goes on, and in how many tokens it agrees, if they are worth a copy."""
         size = self._size
-        rest = tokens[depth * size : min((depth + 1) * size, len(tokens) - 1)]
+        rest = seq.tokens[depth * size : min((depth + 1) * size, seq.num_skippable)]
         best, most = None, max(1, size // 8) - 1
         for child in itertools.islice(reversed(node.children.values()), MAX_CANDIDATES):
             if child.page is not None and (count := _agreement(rest, tree.tokens(child))) > most:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from jaxserve.errors import ConfigError
 from jaxserve.host.admission import output_limit
 from jaxserve.plan import PlanRow, RunnerLimits
-from jaxserve.request import FinishReason, Request, Sequence
+from jaxserve.request import FinishReason, Request, Sequence, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ def new_sequence(
         max_output,
         seed=seed % 2**64,
         stop_ids=params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids),
-        max_positions=len(request.prompt) + max_output - 1,
+        max_positions=len(request.prompt) + max(1, max_output) - 1,
     )
 
 
@@ -100,7 +100,15 @@ def make_row(seq: Sequence, count: int, *, fresh: bool) -> PlanRow:
         seq.seq_id, seq.slot, start, count, tokens, seq.pages, sample,
         len(request.prompt), request.params, seq.seed, seq.stop_ids, fresh,
         tuple(seq.tokens[:start]) if fresh else (),
+        request.prompt[start + 1 : end + 1] if seq.lacks_scores else (), request.embed,
     )  # fmt: skip
+
+
+def add_scores(seq: Sequence, row: PlanRow, scores: tuple[TokenLogprobs, ...]) -> None:
+    """Take in log probabilities of the prompt that `row` brought; those that a row before a preemption brought are kept."""
+    num_known = len(seq.scores) - row.start
+    assert num_known >= 0, f"sequence {seq.seq_id}: a row starts at {row.start}, scores end at {len(seq.scores)}"
+    seq.scores += scores[num_known:]
 
 
 def reason_to_finish(seq: Sequence) -> FinishReason | None:

@@ -37,6 +37,7 @@ from jaxserve.host.pace import Pacer
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.rows import (
     Draft,
+    add_scores,
     check_can_progress,
     lacks_one,
     make_row,
@@ -345,7 +346,7 @@ class Scheduler:
     # A step ends.
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Take in the result of the oldest plan in flight; one event for each sequence that got a token."""
+        """Take in the result of the oldest plan in flight; one event for each sequence that got a token or ended."""
         oldest, seqs = self._in_flight.popleft()
         assert plan is oldest, f"step {plan.step_id} is committed, step {oldest.step_id} is the oldest in flight"
         assert result.step_id == plan.step_id, f"the result of step {result.step_id} is not one of step {plan.step_id}"
@@ -356,17 +357,26 @@ class Scheduler:
                 continue
             if seq.slot is not None:  # else it was preempted, and its KV is gone
                 seq.computed += row.count
+            if row.targets:
+                add_scores(seq, row, result.scores[seq.seq_id])
             if row.sample:
                 seq.in_flight -= 1
-                events.append(self._commit_token(seq, tokens[0], logprobs))
+                if seq.max_output:
+                    events.append(self._commit_token(seq, tokens[0], logprobs))
+                else:
+                    event = self._end(seq, FinishReason.LENGTH)
+                    hidden = result.hidden.get(seq.seq_id, ())
+                    events.append(replace(event, prompt_logprobs=tuple(seq.scores), hidden=hidden))
         return events
 
     def _commit_token(self, seq: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...]) -> TokenEvent:
+        scores = () if seq.num_output or not seq.scores else tuple(seq.scores)
         seq.tokens.append(token)
         reason = reason_to_finish(seq)
         if reason is not None:
             self._finish(seq, reason)
-        return TokenEvent(seq.request.request_id, (token,), logprobs, reason, seq.num_prompt, seq.num_output, seq.cached or 0)
+        request_id, num_prompt = seq.request.request_id, seq.num_prompt
+        return TokenEvent(request_id, (token,), logprobs, reason, num_prompt, seq.num_output, seq.cached or 0, scores)
 
     def check_integrity(self) -> None:
         """Assert everything that holds between any two calls. O(everything): for tests and idle moments."""

@@ -12,13 +12,12 @@ NO_PAGE = 2**30
 
 @pytree.dataclass
 class StepBatch:
-    """`T` tokens in `S` rows of one sequence each, of which `R` want logits; `paged_attention` says how rows own tokens.
+    """`T` tokens in `S` rows of one sequence each; `paged_attention` says how rows own tokens.
 
     Attributes:
         token_ids: padding tokens hold 0.
         page_ids: page that each token's K and V go to, in each layer's pages; `NO_PAGE` for padding tokens.
         page_offsets: place within the page.
-        last_token: index of the token whose logits are wanted, for each row that wants them; 0 for padding.
     """
 
     token_ids: Int[Array, " T"]
@@ -28,4 +27,3 @@ class StepBatch:
     block_table: Int[Array, "S W"]
     row_offsets: Int[Array, "S+1"]
     lengths: Int[Array, " S"]
-    last_token: Int[Array, " R"]

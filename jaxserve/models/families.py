@@ -12,13 +12,14 @@ from jaxserve.models import llama
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family: the declarations of its parameters, its step, tensors of its checkpoints that are no parameters, and those
-    of these that may hold scales of float8 KV."""
+    """One family: the declarations of its parameters, its layers over a step, what makes logits of what leaves them, tensors
+    of its checkpoints that are no parameters, and those of these that may hold scales of float8 KV."""
 
     specs: Callable[[ModelConfig], Any]
     forward: Callable[..., Any]
+    head: Callable[..., Any]
     ignored_tensors: tuple[str, ...]
     kv_scale_tensors: Callable[[ModelConfig], tuple[tuple[str, str], ...]]
 
 
-FAMILIES = {"llama": Family(llama.specs, llama.forward, llama.IGNORED_TENSORS, llama.kv_scale_tensors)}
+FAMILIES = {"llama": Family(llama.specs, llama.forward, llama.head, llama.IGNORED_TENSORS, llama.kv_scale_tensors)}

@@ -133,8 +133,8 @@ def forward(
     attention_impl: str,
     kv_scales: Float[Array, "L K 2"] | None = None,
     attention_options: Mapping[str, int] | None = None,
-) -> tuple[Float[Array, "V R"], tuple[Num[Array, "P K B D2"], ...]]:
-    """Run one step.
+) -> tuple[Float[Array, "E T"], tuple[Num[Array, "P K B D2"], ...]]:
+    """Run one step's tokens through all layers.
 
     Args:
         pools: one KV pool a layer. One for all would give each layer's kernels constants of their own, and the compiler
@@ -144,7 +144,7 @@ def forward(
         attention_options: tuned ones, as `schedule` has them.
 
     Returns:
-        float32 logits at `batch.last_token`, whole on every device, and the pools with this step's K and V.
+        What `head` takes of each token, and the pools with this step's K and V.
     """
     frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     angles = frequencies[:, None] * batch.positions.astype(jnp.float32)[None, :]
@@ -166,13 +166,16 @@ def forward(
         scales = None if kv_scales is None else kv_scales[index]
         x, pool = _block(layer, pool, scales, x, rotary, batch, work, config, attention_impl)
         new_pools.append(pool)
-    x = x.at[:, batch.last_token].get(mode="promise_in_bounds")  # [E, R]
-    x = rms_norm(x, params.final_norm, config.rms_norm_eps)
-    head = params.embedding if params.lm_head is None else params.lm_head
-    logits = linear(head, x).astype(jnp.float32)
+    return x, tuple(new_pools)
+
+
+def head(params: LlamaParams, x: Float[Array, "E R"], config: ModelConfig) -> tuple[Float[Array, "V R"], Float[Array, "E R"]]:
+    """float32 logits of tokens as they leave the layers, whole on every device; and their hidden states, which are normed."""
+    hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
+    logits = linear(params.embedding if params.lm_head is None else params.lm_head, hidden).astype(jnp.float32)
     if jax.lax.axis_size(TENSOR) > 1:
         logits = jax.lax.all_gather(logits, TENSOR, axis=0, tiled=True)
-    return logits[: config.vocab_size], tuple(new_pools)
+    return logits[: config.vocab_size], hidden
 
 
 # Traced once for all layers. The compiler inlines it, and the layers stay unrolled: a scan over stacked weights copies each

@@ -30,6 +30,7 @@ PARAMS = (
     SamplingParams(temperature=1e-4, top_k=-1, logprobs=20, min_tokens=7, stop_token_ids=(3, 4)),
     SamplingParams(temperature=0.3, top_k=2**31 - 1, top_p=0.9, min_p=0.05, logit_bias=((1, 2.0),)),
     SamplingParams(presence_penalty=-2.0, frequency_penalty=1.5, repetition_penalty=1.1),
+    SamplingParams(prompt_logprobs=3),
 )
 
 
@@ -49,6 +50,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         mine, pages = pages[:width], pages[width:]
         end = -(-(start + count) // LIMITS.page_size)
         params = draw(st.sampled_from(PARAMS))
+        num_targets = 0 if params.prompt_logprobs is None else draw(st.integers(0, count))
         rows.append(
             PlanRow(
                 seq_id=slot + 100,
@@ -63,6 +65,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 seed=draw(st.integers(0, 2**64 - 1)),
                 stop_ids=(2, *params.stop_token_ids),
                 fresh=start == 0,
+                targets=tuple(draw(st.lists(st.integers(0, 49), min_size=num_targets, max_size=num_targets))),
             )
         )
     return StepPlan(0, tuple(rows))
@@ -79,7 +82,7 @@ def round_trip(plan: StepPlan) -> tuple[Bucket, list[int | None], Any, Any, np.n
     packed, places = pack(plan, bucket, LIMITS)
     assert packed.dtype == np.int32
     assert packed.shape == (upload_size(bucket, LIMITS),)
-    batch, samples, token_slots = jax.tree.map(np.asarray, unpacker(bucket)(packed))
+    batch, samples, token_slots, _ = jax.tree.map(np.asarray, unpacker(bucket)(packed))
     return bucket, places, batch, samples, token_slots
 
 
@@ -158,7 +161,19 @@ def test_sampled_rows_carry_what_they_ask(plan: StepPlan) -> None:
         assert {name: getattr(samples, name)[place] for name in expected} == expected
         forbidden = set(samples.forbidden[place].tolist()) - {LIMITS.vocab_size}
         assert forbidden == (set(row.stop_ids) if params.min_tokens else set())
-    np.testing.assert_array_equal(batch.last_token, samples.last_token)
+
+
+@given(plans())
+def test_known_tokens_are_those_that_follow(plan: StepPlan) -> None:
+    bucket, _, batch, _, _ = round_trip(plan)
+    *_, known = jax.tree.map(np.asarray, unpacker(bucket)(pack(plan, bucket, LIMITS)[0]))
+    expected = [
+        (batch.row_offsets[place] + i, target)
+        for row, place in zip(plan.rows, row_places(plan, bucket), strict=True)
+        for i, target in enumerate(row.targets)
+    ]
+    assert list(zip(known.token, known.target, strict=True))[: len(expected)] == expected
+    assert (known.target[len(expected) :] == -1).all()
 
 
 @given(plans())

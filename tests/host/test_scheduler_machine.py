@@ -19,7 +19,7 @@ from jaxserve.host.scheduler import Scheduler
 from jaxserve.host.tier import Pays
 from jaxserve.plan import PlanRow, RunnerLimits
 from jaxserve.request import FinishReason, Request, SamplingParams, Sequence, TokenEvent
-from tests.fakes import expected_output, fake_logprobs
+from tests.fakes import expected_output, fake_hidden, fake_logprobs, fake_prompt_logprobs
 from tests.host.driver import Driver
 
 EOS_IDS = (0, 3)
@@ -46,6 +46,9 @@ request_ids = st.integers(0, 9).map(str)
 # Lengths are in percent of the context, and sometimes too long; 0 is 1 token.
 percent_strategy = st.sampled_from([0, 5, 10, 20, 40, 60, 90, 110])
 
+NO_OUTPUT = -1
+"""In place of a length of the output: the request ends after its prompt."""
+
 params_strategy = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 1.0]),
@@ -53,6 +56,7 @@ params_strategy = st.builds(
     stop_token_ids=st.sampled_from([(), (), (5,), (1, 6)]),
     ignore_eos=st.booleans(),
     logprobs=st.sampled_from([None, None, 0, 2]),
+    prompt_logprobs=st.sampled_from([None, None, None, 0, 2]),
 )
 
 
@@ -110,7 +114,7 @@ class CachedPrefixes:
         count = 0
         while (
             self.enabled
-            and (count + 1) * size < len(seq.tokens)
+            and (count + 1) * size <= seq.num_skippable
             and (salt, tuple(seq.tokens[: (count + 1) * size])) in self.pages
         ):
             count += 1
@@ -167,7 +171,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         request_id=request_ids,
         prompt_percent=percent_strategy,
-        output_percent=st.none() | percent_strategy,
+        output_percent=st.none() | percent_strategy | st.just(NO_OUTPUT),
+        embed=st.booleans(),
         min_percent=st.sampled_from([0, 0, 0, 50, 100]),
         params=params_strategy,
         priority=st.sampled_from([0, 0, 0, 1, -1]),
@@ -189,10 +194,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         text: tuple[int, int, str],
         tenant: str = "",
         seconds: int | None = None,
+        embed: bool = False,
     ) -> None:
         limits = self.driver.limits
         num_prompt = max(1, limits.max_context * prompt_percent // 100)
         max_tokens = None if output_percent is None else max(1, limits.max_context * output_percent // 100)
+        if output_percent == NO_OUTPUT:
+            max_tokens = min_percent = 0
         params = dataclasses.replace(params, max_tokens=max_tokens, min_tokens=(max_tokens or 2) * min_percent // 100)
         first, parting_percent, salt = text
         parting = num_prompt * parting_percent // 100
@@ -206,9 +214,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             weight=3.0 if tenant == "b" else 1.0,
             deadline=None if seconds is None else self.driver.now + seconds,
+            embed=embed and max_tokens == 0,
         )
-        needed = num_prompt + max(max_tokens or 1, params.min_tokens)
-        fits = needed <= limits.max_context and needed - 1 <= limits.num_pages * limits.page_size
+        needed = num_prompt + max(1 if max_tokens is None else max_tokens, params.min_tokens)
+        num_positions = max(num_prompt, needed - 1)
+        fits = needed <= limits.max_context and num_positions <= limits.num_pages * limits.page_size
         if fits and request_id not in self.live:
             self.live[request_id] = Tracked(self.scheduler.add(request))
         else:
@@ -274,7 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan_checked(self) -> bool:
         """Plan and submit; whether there was something to plan."""
         running_before = [t.seq for t in self.live.values() if t.seq.slot is not None]
-        unfinished = [seq for seq in running_before if seq.num_output + seq.in_flight < seq.max_output]
+        unfinished = [seq for seq in running_before if seq.num_output + seq.in_flight < max(1, seq.max_output)]
         decoding = {seq for seq in unfinished if seq.num_tokens - seq.planned == 1}
         preempted_before = {t.seq.seq_id: t.seq.num_preemptions for t in self.live.values()}
         pages_before = {seq.seq_id: len(seq.pages) for seq in running_before}
@@ -425,11 +435,18 @@ def oracle(tracked: Tracked, driver: Driver) -> tuple[tuple[int, ...], FinishRea
 def check_events(tracked: Tracked, driver: Driver) -> None:
     """What the newest event says agrees with those before it and with what was asked."""
     event = tracked.events[-1]
-    num_logprobs = tracked.seq.request.params.logprobs
+    request = tracked.seq.request
+    num_logprobs = request.params.logprobs
     assert event.num_prompt == len(tracked.seq.request.prompt)
     assert event.num_output == sum(len(e.tokens) for e in tracked.events)
     expected = () if num_logprobs is None else tuple(all_logprobs(event, num_logprobs, driver.limits.vocab_size))
     assert event.logprobs == expected
+    done = bool(event.tokens) or event.finish_reason is FinishReason.LENGTH
+    first = len(tracked.events) == 1 and done
+    num_scores = request.params.prompt_logprobs
+    scores = fake_prompt_logprobs(request.prompt, num_scores or 0, driver.limits.vocab_size)
+    assert event.prompt_logprobs == (scores if first and num_scores is not None else ())
+    assert event.hidden == (fake_hidden(request.prompt) if first and request.embed else ())
     assert all(earlier.finish_reason is None for earlier in tracked.events[:-1])
 
 
@@ -443,7 +460,7 @@ def check_finished(tracked: Tracked, driver: Driver) -> None:
     found = tracked.events[-1].finish_reason
     if found in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT):
         assert output == expected[: len(output)]
-        assert len(output) < len(expected), "it had finished already"
+        assert len(output) < max(1, len(expected)), "it had finished already"
     else:
         assert (output, found) == (expected, reason)
 
