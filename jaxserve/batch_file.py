@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,15 +121,25 @@ def parse_json_line(number: int, line: bytes) -> InputLine:
         return InputLine(number, None, COMPLETIONS_URL, {"prompt": value}, False)
     if not isinstance(value, dict):
         raise InvalidRequest(f"expected a JSON string or object, found {type(value).__name__}")
-    custom_id = value.get("custom_id")
-    if custom_id is not None and (not isinstance(custom_id, str) or not custom_id):
-        raise InvalidRequest(f"custom_id must be a string that is not empty, found {custom_id!r}", param="custom_id")
+    custom_id = _custom_id(value)
     if "body" in value or "url" in value:
-        return _parse_batch(number, value)
+        return _parse_batch(number, value, URLS)
     body = {key: item for key, item in value.items() if key != "custom_id"}
     if ("prompt" in body) == ("messages" in body):
         raise InvalidRequest("expected one of: prompt, messages, or the batch format's custom_id, method, url and body")
     return InputLine(number, custom_id, COMPLETIONS_URL if "prompt" in body else CHAT_URL, body, False)
+
+
+def parse_batch_line(number: int, line: bytes, url: str) -> InputLine:
+    """A line in batch format, and nothing else, whose request is for `url`.
+
+    Raises:
+        InvalidRequest: when it is too long, not UTF-8, not JSON, or not such a line; with the key at fault, if it is one.
+    """
+    value = _parse_json(_decode(line))
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"expected a JSON object, found {type(value).__name__}")
+    return _parse_batch(number, value, (url,))
 
 
 def custom_id_of(line: bytes) -> str | None:
@@ -141,20 +151,29 @@ def custom_id_of(line: bytes) -> str | None:
     return None
 
 
-def _parse_batch(number: int, value: dict[str, Any]) -> InputLine:
+def _parse_batch(number: int, value: dict[str, Any], urls: Sequence[str]) -> InputLine:
     for key in _BATCH_KEYS:
         if value.get(key) is None:
             raise InvalidRequest(f"{key} is missing", param=key)
     unknown = sorted(set(value) - set(_BATCH_KEYS))
     if unknown:
         raise InvalidRequest(f"unknown field {unknown[0]!r}; a batch line has {', '.join(_BATCH_KEYS)}", param=unknown[0])
+    custom_id = _custom_id(value)
     if value["method"] != "POST":
-        raise InvalidRequest(f"method must be POST, found {value['method']!r}", param="method")
-    if value["url"] not in URLS:
-        raise InvalidRequest(f"url must be one of {', '.join(URLS)}, found {value['url']!r}", param="url")
+        raise InvalidRequest(f"method must be POST, found {value['method']!r:.100}", param="method")
+    if value["url"] not in urls:
+        expected = urls[0] if len(urls) == 1 else f"one of {', '.join(urls)}"
+        raise InvalidRequest(f"url must be {expected}, found {value['url']!r:.100}", param="url")
     if not isinstance(value["body"], dict):
         raise InvalidRequest(f"body must be an object, found {type(value['body']).__name__}", param="body")
-    return InputLine(number, value["custom_id"], value["url"], value["body"], True)
+    return InputLine(number, custom_id, value["url"], value["body"], True)
+
+
+def _custom_id(value: dict[str, Any]) -> str | None:
+    custom_id = value.get("custom_id")
+    if custom_id is not None and (not isinstance(custom_id, str) or not custom_id):
+        raise InvalidRequest(f"custom_id must be a string that is not empty, found {custom_id!r:.100}", param="custom_id")
+    return custom_id
 
 
 def _decode(line: bytes) -> str:

@@ -8,10 +8,14 @@
     |   |-- Unauthorized       401: no API key that is known here
     |   |-- Forbidden          403: the API key may not do this
     |   |-- ModelNotFound      404
+    |   |-- NotFound           404: a file or batch that is not there for this caller
     |   |-- RequestTimeout     408: its time ran out before it was finished
+    |   |-- Conflict           409: not possible in the state that a thing is in
+    |   |-- TooLarge           413: a file that is larger than it may be
     |   |-- KeyReused          422: an idempotency key came back with another body
     |   |-- QueueFull          429: carries retry_after seconds
-    |   `-- NotReady           503: still loading, or draining
+    |   |-- NotReady           503: still loading, or draining
+    |   `-- StorageFailed      507: the server's disk is full or does not work
     |-- EngineError            the engine failed under a request that was fine; 500
     `-- OutputError            results that cannot be written; those written before are kept
 
@@ -75,11 +79,32 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class NotFound(RequestError):
+    """The request names a file or batch that is not there, or is not its caller's."""
+
+    status = 404
+    code = "not_found"
+
+
 class RequestTimeout(RequestError):
     """The request's time, or the server's for any request, ran out before it was finished."""
 
     status = 408
     code = "timeout"
+
+
+class Conflict(RequestError):
+    """What the request asks for is not possible in the state that the thing is in."""
+
+    status = 409
+    code = "conflict"
+
+
+class TooLarge(RequestError):
+    """A file is larger than this server takes."""
+
+    status = 413
+    code = "file_too_large"
 
 
 class KeyReused(RequestError):
@@ -112,6 +137,13 @@ class NotReady(RequestError):
 
     status = 503
     code = "not_ready"
+
+
+class StorageFailed(RequestError):
+    """The server's disk is full or does not work; the request was fine."""
+
+    status = 507
+    code = "storage_failed"
 
 
 class EngineError(JaxserveError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FLOOR_0 = ("jaxserve.errors", "jaxserve.config", "jaxserve.request", "jaxserve.plan", "jaxserve.__version__")
+BATCH_FILES = ("jaxserve.batch_file", "jaxserve.journal", "jaxserve.disk")
 NETWORK_AND_LOOPS = frozenset({"asyncio", "socket", "socketserver", "ssl", "http", "selectors", "urllib"})
 ARRAYS = ("jax", "jaxlib", "numpy", "ml_dtypes", "jaxtyping")
 
@@ -31,10 +32,12 @@ ROOMS: dict[str, Room] = {
     **dict.fromkeys(FLOOR_0, Room(FLOOR_0)),
     "jaxserve.flags": Room(FLOOR_0),
     "jaxserve.batch_file": Room(FLOOR_0),
+    "jaxserve.disk": Room(FLOOR_0),
+    "jaxserve.journal": Room((*FLOOR_0, "jaxserve.disk")),
     "jaxserve.host": Room(FLOOR_0),
     "jaxserve.engine": Room((*FLOOR_0, "jaxserve.host", "tokenizers", "sentencepiece", "jinja2", "llguidance")),
     "jaxserve.server": Room(
-        (*FLOOR_0, "jaxserve.engine", "jaxserve.host.admission", "aiohttp", "msgspec", "prometheus_client")
+        (*FLOOR_0, *BATCH_FILES, "jaxserve.engine", "jaxserve.host.admission", "aiohttp", "msgspec", "prometheus_client")
     ),
     "pallas_kernels": Room(ARRAYS, NETWORK_AND_LOOPS),
     "jaxserve.models": Room((*ARRAYS, "pallas_kernels", "jaxserve.config", "jaxserve.errors"), NETWORK_AND_LOOPS),

@@ -21,8 +21,9 @@ from jaxserve.batch_file import InputFile, parse_json_line, parse_text_line
 from jaxserve.config import ServeConfig
 from jaxserve.errors import ConfigError, JaxserveError, ModelLoadError
 from jaxserve.flags import add_engine_flags, add_model_flags, integer, serve_config_from_args
+from jaxserve.journal import Journal
 from jaxserve.offline.generation import Engine
-from jaxserve.offline.journal import Journal, discard, journal_path, output_of_run
+from jaxserve.offline.journal import discard, finish, journal_path, open_journal, output_of_run
 from jaxserve.offline.progress import ProgressBar, StageBars
 from jaxserve.offline.prompts import DEMO_PROMPTS, answer_prompts
 from jaxserve.offline.results import RequestOptions, run_id_of
@@ -203,14 +204,14 @@ def _run_file(args: argparse.Namespace, config: ServeConfig, build: BuildEngine)
         discard(args.output)
     elif args.output.exists() and not journal_path(args.output).exists():
         return _check_finished(args.output, input_file, options)
-    journal = Journal(args.output, fingerprint, input_file.num_lines)
+    journal = open_journal(args.output, fingerprint, input_file.num_lines)
     try:
         if journal.num_bytes_cut:
             print(f"{journal.path}: cut off a half-written result of {journal.num_bytes_cut} bytes", file=sys.stderr)
         if journal.num_done < input_file.num_requests:
             _run_rest(args, config, build, input_file, journal, options)
         num_done, num_failed = journal.num_done, journal.num_failed
-        journal.finish()
+        finish(journal, args.output)
     finally:
         journal.close()
     return _report(args.output, num_done, num_failed)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from jaxserve.batch_file import InputFile, InputLine, custom_id_of
 from jaxserve.errors import EngineError, InvalidRequest, RequestError
+from jaxserve.journal import Journal
 from jaxserve.offline.generation import Completion, Engine, Generation
-from jaxserve.offline.journal import Journal
 from jaxserve.offline.results import RequestOptions, Result, Translator
 from jaxserve.request import FinishReason, Request
 from jaxserve.server.call import Call

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from jaxserve import journal as journal_module
 from jaxserve.config import ServeConfig
-from jaxserve.offline import journal as journal_module
 from jaxserve.offline.cli import main
 from jaxserve.request import Request
 from tests.offline.toy import ToyEngine, toy_engine

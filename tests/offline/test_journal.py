@@ -12,10 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve import disk as disk_module
+from jaxserve import journal as journal_module
 from jaxserve.errors import ConfigError, OutputError
-from jaxserve.offline import journal as journal_module
-from jaxserve.offline.journal import Journal, discard, encode_json, has_failed, journal_path, output_of_run
+from jaxserve.journal import encode_json
+from jaxserve.offline import journal as offline_journal
+from jaxserve.offline.journal import discard, finish, has_failed, journal_path, open_journal, output_of_run
 
+MODULES = (disk_module, journal_module, offline_journal)
 FINGERPRINT = {"input": "abc", "options": {"seed": 1}}
 NUM_LINES = 9
 WORK = (1, 2, 4, 5, 7, 9)  # the rest is blank
@@ -28,14 +32,14 @@ def result_of(line: int) -> dict[str, Any]:
 
 def run(output: Path, order: tuple[int, ...]) -> int:
     """A run that gives results in this order; how many it had to make."""
-    journal = Journal(output, FINGERPRINT, NUM_LINES)
+    journal = open_journal(output, FINGERPRINT, NUM_LINES)
     made = 0
     for line in order:
         if not journal.has(line):
             journal.append(line, result_of(line), failed=line == 4)
             made += 1
     assert (journal.num_done, journal.num_failed) == (len(WORK), 1)
-    journal.finish()
+    finish(journal, output)
     return made
 
 
@@ -55,7 +59,7 @@ def test_the_output_is_in_the_order_of_the_input(output: Path) -> None:
 
 
 def test_results_can_be_seen_as_they_finish(output: Path) -> None:
-    journal = Journal(output, FINGERPRINT, NUM_LINES)
+    journal = open_journal(output, FINGERPRINT, NUM_LINES)
     for count, line in enumerate((7, 1), 1):
         journal.append(line, result_of(line), failed=False)
         records = [json.loads(raw) for raw in journal_path(output).read_text().splitlines()[1:]]
@@ -134,14 +138,16 @@ def test_a_crash_at_any_call_leaves_what_a_rerun_makes_whole(output: Path, monke
     for crash_at in range(1, 1000):
         order, reorder = (tuple(choice.sample(WORK, len(WORK))) for _ in range(2))
         crashing = CrashingOs(crash_at)
-        monkeypatch.setattr(journal_module, "os", crashing)
+        for module in MODULES:
+            monkeypatch.setattr(module, "os", crashing)
         finished = True
         try:
             run(output, order)
         except Crash:
             finished = False
         crashing.die()
-        monkeypatch.setattr(journal_module, "os", os)
+        for module in MODULES:
+            monkeypatch.setattr(module, "os", os)
         if finished and crashing.calls_left > 0:
             break
         done = recorded(output)
@@ -168,7 +174,7 @@ def recorded(output: Path) -> int:
 @given(data=st.data())
 def test_any_cut_or_damaged_tail_is_repaired(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     output = tmp_path_factory.mktemp("cut") / "out.jsonl"
-    journal = Journal(output, FINGERPRINT, NUM_LINES)
+    journal = open_journal(output, FINGERPRINT, NUM_LINES)
     ends = [journal_path(output).stat().st_size]
     for line in WORK:
         journal.append(line, result_of(line), failed=line == 4)
@@ -185,7 +191,7 @@ def test_any_cut_or_damaged_tail_is_repaired(data: st.DataObject, tmp_path_facto
         junk = b""
     journal_path(output).write_bytes(whole[:cut] + (junk if cut >= ends[0] else b""))
 
-    resumed = Journal(output, FINGERPRINT, NUM_LINES)
+    resumed = open_journal(output, FINGERPRINT, NUM_LINES)
     kept = max((i for i, end in enumerate(ends) if end <= cut), default=0)
     assert [line for line in range(1, NUM_LINES + 1) if resumed.has(line)] == list(WORK[:kept])
     assert resumed.num_done == kept
@@ -197,10 +203,10 @@ def test_any_cut_or_damaged_tail_is_repaired(data: st.DataObject, tmp_path_facto
 
 
 def test_what_was_cut_is_told(output: Path) -> None:
-    Journal(output, FINGERPRINT, NUM_LINES).close()
+    open_journal(output, FINGERPRINT, NUM_LINES).close()
     with journal_path(output).open("ab") as file:
         file.write(b'{"line": 1, "fai')
-    journal = Journal(output, FINGERPRINT, NUM_LINES)
+    journal = open_journal(output, FINGERPRINT, NUM_LINES)
     assert journal.num_bytes_cut == 16
     journal.close()
 
@@ -209,41 +215,41 @@ def test_what_was_cut_is_told(output: Path) -> None:
 
 
 def test_a_journal_of_another_run_is_refused(output: Path) -> None:
-    Journal(output, FINGERPRINT, NUM_LINES).close()
+    open_journal(output, FINGERPRINT, NUM_LINES).close()
     before = journal_path(output).read_bytes()
     with pytest.raises(ConfigError, match=r"input was 'abc', is 'xyz'\. .*--restart"):
-        Journal(output, FINGERPRINT | {"input": "xyz"}, NUM_LINES)
+        open_journal(output, FINGERPRINT | {"input": "xyz"}, NUM_LINES)
     with pytest.raises(ConfigError, match="temperature was None, is 1"):
-        Journal(output, FINGERPRINT | {"temperature": 1}, NUM_LINES)
+        open_journal(output, FINGERPRINT | {"temperature": 1}, NUM_LINES)
     assert journal_path(output).read_bytes() == before
-    Journal(output, FINGERPRINT, NUM_LINES).close()
+    open_journal(output, FINGERPRINT, NUM_LINES).close()
 
 
 @pytest.mark.parametrize("content", [b'{"id": "mine"}\n', b"text\n", b'["list"]\n', b"\xff\xfe\n"])
 def test_a_file_that_is_no_journal_is_left_alone(output: Path, content: bytes) -> None:
     journal_path(output).write_bytes(content)
-    with pytest.raises(ConfigError, match="is not a journal of an offline run"):
-        Journal(output, FINGERPRINT, NUM_LINES)
+    with pytest.raises(ConfigError, match=r"is not a journal of results.*--restart"):
+        open_journal(output, FINGERPRINT, NUM_LINES)
     assert journal_path(output).read_bytes() == content
 
 
 def test_one_run_at_a_time(output: Path) -> None:
-    journal = Journal(output, FINGERPRINT, NUM_LINES)
-    for attempt in (lambda: Journal(output, FINGERPRINT, NUM_LINES), lambda: discard(output)):
-        with pytest.raises(ConfigError, match="another run with this --output is going on"):
+    journal = open_journal(output, FINGERPRINT, NUM_LINES)
+    for attempt in (lambda: open_journal(output, FINGERPRINT, NUM_LINES), lambda: discard(output)):
+        with pytest.raises(ConfigError, match="another run with this output is going on"):
             attempt()
     journal.close()
-    Journal(output, FINGERPRINT, NUM_LINES).close()
+    open_journal(output, FINGERPRINT, NUM_LINES).close()
 
 
 def test_discarding_begins_again(output: Path) -> None:
     discard(output)
-    journal = Journal(output, FINGERPRINT, NUM_LINES)
+    journal = open_journal(output, FINGERPRINT, NUM_LINES)
     journal.append(1, result_of(1), failed=False)
     journal.close()
     discard(output)
     assert not journal_path(output).exists()
-    journal = Journal(output, FINGERPRINT | {"input": "xyz"}, NUM_LINES)
+    journal = open_journal(output, FINGERPRINT | {"input": "xyz"}, NUM_LINES)
     assert journal.num_done == 0
     journal.close()
 
@@ -254,9 +260,9 @@ def test_open_files_are_given_back(output: Path) -> None:
 
     before = count()
     run(output, WORK)
-    Journal(output, FINGERPRINT, NUM_LINES).close()
+    open_journal(output, FINGERPRINT, NUM_LINES).close()
     with pytest.raises(ConfigError):
-        Journal(output, {}, NUM_LINES)
+        open_journal(output, {}, NUM_LINES)
     journal_path(output).unlink()
     assert count() == before
 
@@ -289,7 +295,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
 
 
 def test_a_full_disk_keeps_what_was_done(output: Path, full_disk: FullDisk) -> None:
-    journal = Journal(output, FINGERPRINT, NUM_LINES)
+    journal = open_journal(output, FINGERPRINT, NUM_LINES)
     for line in WORK[:3]:
         journal.append(line, result_of(line), failed=line == 4)
     with pytest.raises(OutputError, match=r"No space left on device; the 3 results so far are kept in .*\.partial"):
@@ -302,16 +308,16 @@ def test_a_full_disk_keeps_what_was_done(output: Path, full_disk: FullDisk) -> N
 
 
 def test_a_disk_that_fills_up_at_the_end_keeps_the_journal(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(output, FINGERPRINT, NUM_LINES)
+    journal = open_journal(output, FINGERPRINT, NUM_LINES)
     for line in WORK:
         journal.append(line, result_of(line), failed=line == 4)
 
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(journal_module.os, "replace", fail)
-    with pytest.raises(OutputError, match="No space left on device; the 6 results so far are kept"):
-        journal.finish()
+    monkeypatch.setattr(disk_module.os, "replace", fail)
+    with pytest.raises(OutputError, match=r"No space left on device; the 6 results are kept in .*partial"):
+        finish(journal, output)
     monkeypatch.undo()
     journal.close()
     assert sorted(path.name for path in output.parent.iterdir()) == ["out.jsonl.partial"]
@@ -321,7 +327,7 @@ def test_a_disk_that_fills_up_at_the_end_keeps_the_journal(output: Path, monkeyp
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="No such file or directory"):
-        Journal(tmp_path / "none" / "out.jsonl", FINGERPRINT, NUM_LINES)
+        open_journal(tmp_path / "none" / "out.jsonl", FINGERPRINT, NUM_LINES)
 
 
 # --- an output that is whole ------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_two_at_once_do_not_mix(runs: Runs) -> None:
     first.kill()
     finish(first)
     assert code == 2, errors
-    assert "another run with this --output is going on" in errors
+    assert "another run with this output is going on" in errors
     assert requested(runs.folder / "log2") == set()
 
 

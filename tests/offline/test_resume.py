@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.offline import journal as journal_module
+from jaxserve import journal as journal_module
 from tests.offline.runs import HELLO, Lines, Runs, batch, interrupt_after
 
 # --- carrying on ------------------------------------------------------------------------------------------------------
