@@ -65,7 +65,8 @@ def hash_next_token(vocab_size: int, *, eos_token_id: int = 0, eos_probability: 
 
 def fake_logprobs(token: int, top: int, vocab_size: int) -> TokenLogprobs:
     """The log probabilities that `FakeRunner` gives with `token`; `top` most likely ones, first `token` itself."""
-    return TokenLogprobs(-0.25, tuple(((token + i) % vocab_size, -0.25 - i) for i in range(min(top, vocab_size))))
+    own = -0.25 - token % 8
+    return TokenLogprobs(own, tuple(((token + i) % vocab_size, own - i) for i in range(min(top, vocab_size))))
 
 
 def fake_prompt_logprobs(prompt: Seq[int], num_top: int, vocab_size: int) -> tuple[TokenLogprobs, ...]:

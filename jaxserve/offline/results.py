@@ -20,6 +20,7 @@ from jaxserve.offline.generation import Completion, Engine
 from jaxserve.request import Request
 from jaxserve.server.call import Call
 from jaxserve.server.openai import parse_chat, parse_completion
+from jaxserve.server.ranking import shown_choices
 from jaxserve.server.wire import ChatShape, CompletionShape, Shape, error_body, status_of, usage, whole
 
 Result = dict[str, Any]
@@ -94,10 +95,9 @@ class Translator:
             call_id=call.call_id,
             created=CREATED,
             model=self._model_name,
-            choices=[
-                (completion.text, None if request.params.logprobs is None else completion.shown, completion.finish_reason)
-                for request, completion in zip(call.requests, completions, strict=True)
-            ],
+            choices=shown_choices(
+                call, [(completion.text, completion.shown, completion.finish_reason) for completion in completions]
+            ),
             num_prompt=call.num_prompt_tokens,
             num_output=sum(len(completion.token_ids) for completion in completions),
         )
@@ -152,7 +152,7 @@ class Translator:
 
     def _plain_answer(self, line: InputLine, call: Call, completion: Completion) -> Result:
         shown = {}
-        if call.requests[0].params.logprobs is not None:
+        if call.shows_logprobs:
             shape = self._shapes[CHAT_URL if call.call_id.startswith("chat") else COMPLETIONS_URL]
             shown = {"logprobs": shape.logprobs(completion.shown)}
         return self._plain_result(

@@ -18,6 +18,7 @@ from jaxserve.errors import JaxserveError, RequestTimeout
 from jaxserve.request import FinishReason
 from jaxserve.server import wire
 from jaxserve.server.joining import Begun
+from jaxserve.server.ranking import shown_choices
 
 logger = logging.getLogger(__name__)
 
@@ -44,25 +45,23 @@ class Outcome:
 async def whole_body(begun: Begun, shape: wire.Shape, *, model_name: str) -> dict[str, Any]:
     """Wait for every choice of a call; the body of its answer."""
     call, source = begun.call, begun.source
-    num_choices = len(call.requests)
-    texts: list[list[str]] = [[] for _ in range(num_choices)]
-    tokens: list[list[ShownToken]] = [[] for _ in range(num_choices)]
-    reasons: list[FinishReason] = [FinishReason.STOP] * num_choices
+    num_outputs = len(call.requests)
+    texts: list[list[str]] = [[] for _ in range(num_outputs)]
+    tokens: list[list[ShownToken]] = [[] for _ in range(num_outputs)]
+    reasons: list[FinishReason] = [FinishReason.STOP] * num_outputs
     while deltas := await source.read():
         for index, delta in deltas:
             texts[index].append(delta.text)
             tokens[index].extend(delta.tokens)
             if delta.finish_reason is not None:
                 reasons[index] = delta.finish_reason
-    wants_logprobs = call.requests[0].params.logprobs is not None
+    outputs = [("".join(texts[index]), tokens[index], reasons[index]) for index in range(num_outputs)]
     return wire.whole(
         shape,
         call_id=call.call_id,
         created=begun.created,
         model=model_name,
-        choices=[
-            ("".join(texts[index]), tokens[index] if wants_logprobs else None, reasons[index]) for index in range(num_choices)
-        ],
+        choices=shown_choices(call, outputs),
         num_prompt=call.num_prompt_tokens,
         num_output=source.num_output,
         num_cached=source.num_cached,
@@ -130,11 +129,16 @@ class Answer:
             model=self._model_name,
             num_choices=len(call.requests),
             include_usage=call.include_usage,
+            obfuscate=call.obfuscates,
         )
+        if call.continuous_usage:
+            writer.count(call.num_prompt_tokens, 0, 0)
         opening = b"".join(map(writer.opening, range(len(call.requests))))
         if opening:
             await self._write(response, opening)
         while deltas := await source.read():
+            if call.continuous_usage:
+                writer.count(call.num_prompt_tokens, source.num_output, source.num_cached)
             chunks = b"".join([writer.delta(index, delta) for index, delta in deltas])
             if chunks:
                 await self._write(response, chunks)

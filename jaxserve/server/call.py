@@ -28,10 +28,14 @@ class Call:
     """One body, understood.
 
     Attributes:
-        requests: by choice index, which is prompt index * n + j.
+        requests: by prompt, then by candidate. Where as many are generated as are given, the index is that of the choice.
         num_prompt_tokens: of all prompts, each counted once.
-        num_choices: for each prompt.
+        num_candidates: requests for each prompt.
+        num_choices: how many of them are given, the best by mean log probability.
+        shows_logprobs: whether log probabilities are part of the answer.
         include_usage: whether a stream ends with a usage chunk.
+        continuous_usage: whether each chunk of a stream has the usage so far.
+        obfuscates: whether chunks are filled up to lengths that say little of their text.
         priority: of the requests if the body has one, else None.
         timeout: seconds that the whole answer may take, or None.
     """
@@ -39,9 +43,13 @@ class Call:
     call_id: str
     requests: tuple[Request, ...]
     num_prompt_tokens: int
+    num_candidates: int
     num_choices: int
+    shows_logprobs: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
+    obfuscates: bool = False
     priority: int | None = None
     timeout: float | None = None
 
@@ -83,38 +91,54 @@ def sampling_params(body: GenerationRequest, *, max_tokens: int | None, logprobs
     )
 
 
-def make_call(body: GenerationRequest, prompts: Sequence[Sequence[int]], params: SamplingParams, call_id: str) -> Call:
+def make_call(
+    body: GenerationRequest,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    call_id: str,
+    *,
+    num_candidates: int | None = None,
+) -> Call:
     """The call for `prompts`, each with as many choices as the body asks for.
 
     Args:
         call_id: requests are called `{call_id}-{index}`.
+        num_candidates: what to generate for each prompt, to give the best of them; None for as many as are given.
 
     Raises:
         InvalidRequest: naming the field.
     """
     n = body.n or 1
-    if len(prompts) * n > MAX_SEQUENCES:
-        raise InvalidRequest(f"prompt: {len(prompts)} prompts x n {n} > {MAX_SEQUENCES} sequences a request", param="prompt")
+    each = n if num_candidates is None else num_candidates
+    if len(prompts) * each > MAX_SEQUENCES:
+        asked = f"{len(prompts)} prompts x {'n' if each == n else 'best_of'} {each}"
+        raise InvalidRequest(f"prompt: {asked} > {MAX_SEQUENCES} sequences a request", param="prompt")
+    ranked = params if params.logprobs is not None or each == n else replace(params, logprobs=0)
     priority = PRIORITY_NAMES[body.priority] if isinstance(body.priority, str) else body.priority
-    choices = [_with_choice_seed(params, j) for j in range(n)]
+    options = _stream_options(body)
+    candidates = [_with_choice_seed(ranked, j) for j in range(each)]
     requests = tuple(
         Request(
-            request_id=f"{call_id}-{i * n + j}",
+            request_id=f"{call_id}-{i * each + j}",
             prompt=prompt,
-            params=choice,
+            params=candidate,
             priority=INTERACTIVE_PRIORITY if priority is None else priority,
             cache_salt=body.cache_salt or "",
         )
         for i, prompt in enumerate(map(tuple, prompts))
-        for j, choice in enumerate(choices)
+        for j, candidate in enumerate(candidates)
     )
     return Call(
         call_id=call_id,
         requests=requests,
         num_prompt_tokens=sum(map(len, prompts)),
+        num_candidates=each,
         num_choices=n,
+        shows_logprobs=params.logprobs is not None,
         stream=bool(body.stream),
-        include_usage=bool(_stream_options(body).include_usage),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+        obfuscates=bool(options.include_obfuscation),
         priority=priority,
         timeout=body.timeout,
     )

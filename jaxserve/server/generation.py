@@ -21,7 +21,7 @@ class Generation:
         self._metrics = metrics
         self._outputs = [Output(request, tokenizer) for request in call.requests]
         self._num_cached = [0] * len(call.requests)
-        self._num_choices = call.num_choices
+        self._num_candidates = call.num_candidates
         self._index_of = {request.request_id: index for index, request in enumerate(call.requests)}
 
     async def read(self) -> list[tuple[int, OutputDelta]]:
@@ -47,7 +47,7 @@ class Generation:
     @property
     def num_cached(self) -> int:
         """Prompt tokens that were not computed, each prompt counted once: its other choices find what the first computed."""
-        return sum(self._num_cached[:: self._num_choices])
+        return sum(self._num_cached[:: self._num_candidates])
 
     @property
     def num_output(self) -> int:

@@ -38,7 +38,19 @@ def parse_completion(data: Data, tokenizer: Tokenizer, *, model: str, max_contex
     body = decode(data, CompletionRequest)
     check_model(body.model, model)
     params = sampling_params(body, max_tokens=body.max_tokens or DEFAULT_COMPLETION_TOKENS, logprobs=body.logprobs)
-    return make_call(body, _encode_prompts(body.prompt, tokenizer, max_context), params, call_id)
+    prompts = _encode_prompts(body.prompt, tokenizer, max_context)
+    return make_call(body, prompts, params, call_id, num_candidates=_num_candidates(body))
+
+
+def _num_candidates(body: CompletionRequest) -> int | None:
+    n = body.n or 1
+    if body.best_of is not None and body.best_of < n:
+        raise InvalidRequest(f"best_of must be at least n ({n}), found {body.best_of}", param="best_of")
+    if body.best_of not in (None, n) and body.stream:
+        raise InvalidRequest(
+            f"best_of must be n ({n}) in a stream, since the best are known at the end, found {body.best_of}", param="best_of"
+        )
+    return body.best_of
 
 
 def parse_chat(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str) -> Call:
@@ -93,10 +105,20 @@ def _chat_logprobs(body: ChatRequest) -> int | None:
 
 
 def _template_variables(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    variables = body.chat_template_kwargs or {}
+    variables = dict(body.chat_template_kwargs or {})
     known = (tokenizer.template.variables if tokenizer.template else frozenset()) - TEMPLATE_VARIABLES_NOT_OPEN
     for name, value in variables.items():
         if name not in known:
             raise unknown_field("chat_template_kwargs", name, known)
         check_depth(f"chat_template_kwargs.{name}", value)
+    effort = body.reasoning_effort
+    if effort is None:
+        return variables
+    if "reasoning_effort" not in known:
+        raise InvalidRequest(
+            f"reasoning_effort is not supported: the model's chat template does not read it, found {effort!r}",
+            param="reasoning_effort",
+        )
+    if variables.setdefault("reasoning_effort", effort) != effort:
+        raise InvalidRequest("reasoning_effort is another one in chat_template_kwargs; give one", param="reasoning_effort")
     return variables

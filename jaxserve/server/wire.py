@@ -8,6 +8,7 @@ characters (U+2028, U+0085) that JSON need not escape.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ DONE = b"data: [DONE]\n\n"
 
 MIN_LOGPROB = -9999.0
 """OpenAI's stand-in for a probability of zero, whose logarithm JSON cannot spell."""
+
+FILL = 32
+"""Characters; lengths of chunks that are obfuscated are multiples of it, but for what is the same in all of them."""
 
 _dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _quote: Callable[[str], str] = json.encoder.encode_basestring_ascii
@@ -171,17 +175,33 @@ def whole(
 
 
 class ChunkWriter:
-    """Encodes the chunks of one stream."""
+    """Encodes the chunks of one stream.
 
-    def __init__(self, shape: Shape, *, call_id: str, created: int, model: str, num_choices: int, include_usage: bool) -> None:
+    Args:
+        include_usage: whether each chunk has a usage, which is null but in the last, or what `count` makes it.
+        obfuscate: whether chunks of text are filled up to lengths that are multiples of `FILL`.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        call_id: str,
+        created: int,
+        model: str,
+        num_choices: int,
+        include_usage: bool,
+        obfuscate: bool = False,
+    ) -> None:
         self._shape = shape
         head = {"id": call_id, "object": shape.chunk_object, "created": created, "model": model}
         self._head = f'data: {_dumps(head)[:-1]},"choices":['
-        self._usage_null = ',"usage":null' if include_usage else ""
+        self._end = (',"usage":null' if include_usage else "") + "}\n\n"
+        self._filling = secrets.token_urlsafe(FILL) if obfuscate else ""
         around = [shape.chunk_around_text(index) for index in range(num_choices)]
         self._before = [self._head + before for before, _ in around]
         self._after = around[0][1]
-        self._no_logprobs = f'{self._after}null,"finish_reason":null}}]{self._usage_null}}}\n\n'
+        self._no_logprobs = f'{self._after}null,"finish_reason":null}}]'
 
     def opening(self, index: int) -> bytes:
         """The chunk that choice `index` begins with; none for completions."""
@@ -191,12 +211,13 @@ class ChunkWriter:
     def delta(self, index: int, delta: OutputDelta) -> bytes:
         """The chunks for `delta`: its text, unless there is nothing to say, and the end, if it is one."""
         chunks = b""
-        if delta.text and not delta.tokens:
-            chunks = (self._before[index] + _quote(delta.text) + self._no_logprobs).encode()
-        elif delta.tokens:
-            logprobs = _dumps(self._shape.logprobs(delta.tokens))
-            after = f'{self._after}{logprobs},"finish_reason":null}}]{self._usage_null}}}\n\n'
-            chunks = (self._before[index] + _quote(delta.text) + after).encode()
+        if delta.text or delta.tokens:
+            text, after = _quote(delta.text), self._no_logprobs
+            if delta.tokens:
+                after = f'{self._after}{_dumps(self._shape.logprobs(delta.tokens))},"finish_reason":null}}]'
+            if self._filling:
+                after += f',"obfuscation":"{self._filling[: -(len(text) + len(after)) % FILL]}"'
+            chunks = (self._before[index] + text + after + self._end).encode()
         if delta.finish_reason is not None:
             part = {"index": index, **self._shape.ending(), "logprobs": None, "finish_reason": delta.finish_reason.value}
             chunks += self._choice(part)
@@ -206,8 +227,12 @@ class ChunkWriter:
         """The usage chunk, which has no choices."""
         return f'{self._head}],"usage":{_dumps(usage(num_prompt, num_output, num_cached))}}}\n\n'.encode()
 
+    def count(self, num_prompt: int, num_output: int, num_cached: int) -> None:
+        """Put this usage, which is that so far, into the chunks to come."""
+        self._end = f',"usage":{_dumps(usage(num_prompt, num_output, num_cached))}}}\n\n'
+
     def _choice(self, part: dict[str, Any]) -> bytes:
-        return f"{self._head}{_dumps(part)}]{self._usage_null}}}\n\n".encode()
+        return f"{self._head}{_dumps(part)}]{self._end}".encode()
 
 
 def error_body(error: JaxserveError | str, *, status: int, code: str | None = None) -> dict[str, Any]:

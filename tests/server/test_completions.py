@@ -288,7 +288,7 @@ async def test_chat_logprobs() -> None:
                 assert bytes(top.bytes or ()) == BYTE_LEVEL.token_bytes((token_id + i) % LIMITS.vocab_size)
                 assert "\ufffd" not in top.token
                 assert top.token
-            assert entry.logprob == -0.25
+            assert entry.logprob == -0.25 - token_id % 8
         assert whole.content[0].token == "hello"
         streamed = [
             entry

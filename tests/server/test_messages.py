@@ -85,6 +85,18 @@ def test_template_variables() -> None:
             chat(tokenizer, chat_template_kwargs=wrong)
 
 
+def test_reasoning_effort_is_a_variable_of_the_template() -> None:
+    tokenizer = tiny.byte_level("{{ messages[0].content }}{% if reasoning_effort == 'high' %}!{% endif %}")
+    high = chat(tokenizer, reasoning_effort="high")
+    assert TOKENIZER.decode(high.requests[0].prompt) == "hello!"
+    assert chat(tokenizer, reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "high"}) == high
+    assert TOKENIZER.decode(chat(tokenizer, reasoning_effort="low").requests[0].prompt) == "hello"
+    with pytest.raises(InvalidRequest, match="another one in chat_template_kwargs"):
+        chat(tokenizer, reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "low"})
+    with pytest.raises(InvalidRequest, match="reasoning_effort is not supported: the model's chat template does not read it"):
+        chat(reasoning_effort="high")
+
+
 def test_look_alikes_in_template_variables_stay_text() -> None:
     tokenizer = tiny.byte_level("{{ messages[0].content }}{{ date }}<|im_end|>")
     prompt = chat(tokenizer, chat_template_kwargs={"date": "<|im_end|>"}).requests[0].prompt

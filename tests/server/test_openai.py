@@ -210,7 +210,7 @@ WRONG: dict[str, list[Any]] = {
     "skip_special_tokens": [False, 1],
 }
 WRONG_COMPLETION: dict[str, list[Any]] = {
-    "best_of": [2, 0, True, 1.0],
+    "best_of": [0, 129, True, 1.0],
     "suffix": ["tail", 1],
     "logprobs": [-1, 21, True, 1.0, "5"],
     "prompt": [None, 5, {}, [], True, "\ud800", 1.5],
@@ -223,7 +223,7 @@ WRONG_CHAT: dict[str, list[Any]] = {
     "tool_choice": ["required", {"type": "function"}],
     "functions": [[{"name": "f"}]],
     "modalities": [["text", "audio"], ["audio"]],
-    "reasoning_effort": ["low"],
+    "reasoning_effort": ["low", "extreme", 5],
     "parallel_tool_calls": [False],
     "messages": [None, [], "hi", {}, 5],
     "chat_template": ["{{ 1 }}"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -80,6 +80,13 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0, le=MAX_LOGPROBS, description="And of so many of the likeliest; needs logprobs.")] | None
     ) = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables of the model's own template.")] | None = None
+    reasoning_effort: (
+        Annotated[
+            Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+            Meta(description="A variable of the model's own template; refused where the template does not read it."),
+        ]
+        | None
+    ) = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
@@ -97,7 +104,6 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     prediction: Refused = None
     prompt_cache_options: Refused = None
     prompt_cache_retention: Refused = None
-    reasoning_effort: Refused = None
     service_tier: Annotated[Any, only("auto", "default")] = None
     store: Annotated[Any, only(False)] = None
     tool_choice: Annotated[Any, only("none", "auto")] = None

@@ -62,8 +62,10 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     include_usage: (
         Annotated[bool, Meta(description="Ends the stream with a chunk that has the usage and no choices.")] | None
     ) = None
-    include_obfuscation: Annotated[Any, only(False)] = None
-    continuous_usage_stats: Annotated[Any, only(False)] = None
+    continuous_usage_stats: Annotated[bool, Meta(description="Puts the usage so far into every chunk.")] | None = None
+    include_obfuscation: (
+        Annotated[bool, Meta(description="Fills chunks up to lengths that say little of their text; no if not given.")] | None
+    ) = None
 
 
 class GenerationRequest(Body, frozen=True, kw_only=True):

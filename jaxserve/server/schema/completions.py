@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.server.schema.body import noun, only
-from jaxserve.server.schema.common import MAX_TOKENS, GenerationRequest, TokenId
+from jaxserve.server.schema.common import MAX_CHOICES, MAX_TOKENS, GenerationRequest, TokenId
 
 PROMPT = "a string, an array of strings, an array of token ids, or an array of arrays of token ids"
 
@@ -37,7 +37,17 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    best_of: Annotated[Any, only(1)] = None
+    best_of: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=MAX_CHOICES,
+                description="Choices to generate for each prompt; the n of the highest mean log probability are given.",
+            ),
+        ]
+        | None
+    ) = None
     suffix: Annotated[Any, only("")] = None
     add_special_tokens: Annotated[Any, only(True)] = None
     metadata: Annotated[Any, only({})] = None

@@ -1,0 +1,35 @@
+"""Which of the outputs that were generated are given, and in which order. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jaxserve.engine.output import ShownToken
+from jaxserve.request import FinishReason
+from jaxserve.server.call import Call
+
+Choice = tuple[str, Sequence[ShownToken], FinishReason]
+"""An output: its text, its tokens if they have log probabilities, and why it ended."""
+
+ShownChoice = tuple[str, Sequence[ShownToken] | None, FinishReason]
+"""The same as it is given: None in place of log probabilities that nobody asked for."""
+
+
+def shown_choices(call: Call, outputs: Sequence[Choice]) -> list[ShownChoice]:
+    """Of the outputs of a call's requests those that it asked for: prompt by prompt the best, where there are more.
+
+    The best are those of the highest mean log probability a token, by the model's own distribution. One without text has no
+    mean and comes last.
+    """
+    each, n = call.num_candidates, call.num_choices
+    kept = list(outputs)
+    if each > n:
+        groups = [outputs[start : start + each] for start in range(0, len(outputs), each)]
+        kept = [output for group in groups for output in sorted(group, key=_mean_logprob, reverse=True)[:n]]
+    return [(text, tokens if call.shows_logprobs else None, reason) for text, tokens, reason in kept]
+
+
+def _mean_logprob(output: Choice) -> float:
+    tokens = output[1]
+    return sum(token.logprobs.logprob for token in tokens) / len(tokens) if tokens else -math.inf
