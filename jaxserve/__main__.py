@@ -16,8 +16,8 @@ from jaxserve.flags import add_engine_flags, add_http_flags, add_model_flags, se
 
 SERVE_DESCRIPTION = """\
 Serve a model over HTTP, as the OpenAI API has it: /v1/models, /v1/completions and /v1/chat/completions, with streaming.
-/health answers while the process lives, /ready once every program is compiled, /metrics for Prometheus; these three take no
-API key. Requests beyond the queue's bounds, or too late for --slo-ttft-ms, are answered 429 with Retry-After.
+/health answers while the process can serve, /ready once every program is compiled; these two take no API key. /metrics is for
+Prometheus. Requests beyond the queue's bounds, or too late for --slo-ttft-ms, are answered 429 with Retry-After.
 SIGTERM stops new requests, lets running ones finish, and exits 0.
 """
 SERVE_EXAMPLES = """\
@@ -26,6 +26,7 @@ examples:
   jaxserve serve --model ./model.gguf --port 9000 --max-seqs 64
   jaxserve serve --config configs/serving/laptop.toml
   jaxserve serve --model ./model.gguf --api-keys-file keys.toml --slo-ttft-ms 2000 --request-timeout 120
+  jaxserve serve --model ./model.gguf --host 0.0.0.0 --certfile chain.pem --keyfile key.pem --api-keys-file keys.toml
 """
 
 

@@ -141,7 +141,17 @@ class HttpConfig:
         host: address to listen on; 0.0.0.0 for every interface.
         port: TCP port to listen on; 0 takes a free one.
         served_model_name: the model's name in requests and answers; "" takes the model's own.
-        max_body_bytes: larger request bodies are refused.
+        certfile: PEM file of a certificate and its chain, to serve TLS; "" serves plain HTTP.
+        keyfile: PEM file of its private key; "" if `certfile` has it too.
+        cors_origin: origin whose web pages may call this server, such as https://chat.example.org, or * for all; give it once
+            for each. None may by default.
+        max_body_bytes: larger request bodies are answered 413; 0 takes 16 MiB, or 64 bytes a token of the context if that is
+            more.
+        max_header_bytes: a longer request line or header field is answered 431.
+        max_connections: more are answered 503; 0 takes what the limit of open files allows.
+        head_timeout: seconds for a request's line and headers to come, from when they, or the connection, began.
+        body_timeout: seconds for a request's body to come, beside a second for each 16 KiB.
+        idle_timeout: seconds that a connection is kept open for a next request.
         max_queue_requests: requests that may wait; more are answered 429.
         max_queue_tokens: prompt tokens that may wait; more are answered 429; 0 takes four times what the KV pool holds.
         max_output_tokens: output tokens of an answer at most; requests for more are answered 400; 0 for no limit but the
@@ -154,7 +164,9 @@ class HttpConfig:
         api_keys_file: TOML file of API keys with labels, weights and priorities; see the README.
         admin_key: bearer token for DELETE /v1/cache, beside API keys with admin = true; "" for none.
         drain_seconds: how long running requests may go on after SIGTERM.
-        stall_seconds: how long a client may read nothing of a stream before it is dropped.
+        stall_seconds: how long a client may read nothing of an answer before it is dropped.
+        ping_seconds: after so long without a chunk, a stream has a comment (": keep-alive"); 0 for none.
+        hang_seconds: how long a step may take before /health and /ready say 503; 0 for ever.
     """
 
     host: str = "127.0.0.1"
@@ -168,20 +180,37 @@ class HttpConfig:
     api_key: str = field(default="", repr=False)
     api_keys_file: str = ""
     admin_key: str = field(default="", repr=False)
-    max_body_bytes: int = 16 * 1024 * 1024
+    certfile: str = ""
+    keyfile: str = ""
+    cors_origin: tuple[str, ...] = ()
+    max_body_bytes: int = 0
+    max_header_bytes: int = 16 * 1024
+    max_connections: int = 0
+    head_timeout: float = 20.0
+    body_timeout: float = 30.0
+    idle_timeout: float = 75.0
     drain_seconds: float = 30.0
     stall_seconds: float = 60.0
+    ping_seconds: float = 15.0
+    hang_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("max_queue_tokens", "max_output_tokens", "request_timeout", "slo_ttft_ms"):
+        for name in (
+            *("max_queue_tokens", "max_output_tokens", "request_timeout", "slo_ttft_ms"),
+            *("max_body_bytes", "max_connections", "drain_seconds", "ping_seconds", "hang_seconds"),
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, found {getattr(self, name)}")
         if 0 < self.max_output_tokens < 16:
             raise ConfigError(
                 f"max_output_tokens must be 0 or at least 16, what a completion has by default, found {self.max_output_tokens}"
             )
-        if self.max_queue_requests < 1:
-            raise ConfigError(f"max_queue_requests must be at least 1, found {self.max_queue_requests}")
+        for name in ("head_timeout", "body_timeout", "idle_timeout", "stall_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0, found {getattr(self, name)}")
+        for name, least in (("max_queue_requests", 1), ("max_header_bytes", 1024)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +255,10 @@ def from_mapping(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
 def _coerce(expected: Any, value: Any, where: str) -> Any:
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if expected == tuple[str, ...] and isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if expected == tuple[str, ...]:
+        raise ConfigError(f"{where} must be a list of strings, found {value!r}")
     wrong = expected in (int, float, str, bool) and type(value) is not expected
     if wrong or (expected is float and not math.isfinite(value)):
         raise ConfigError(f"{where} must be {expected.__name__}, found {value!r}")

@@ -75,12 +75,14 @@ def _add_flags(parser: argparse.ArgumentParser, table: str, kind: type) -> None:
     hints, docs = get_type_hints(kind), attribute_docs(kind)
     for item in fields(kind):
         expected = hints[item.name]
-        default = "" if item.default == "" else f"default: {item.default}"
+        default = "" if item.default in ("", ()) else f"default: {item.default}"
         text = re.sub(r"`(\w+)`", lambda name: _flag(name[1]) if name[1] in hints else name[1], docs.get(item.name, ""))
         help_text = "; ".join(filter(None, (text.rstrip("."), default))).replace("%", "%%")
         options: dict[str, Any] = {"dest": f"{table}.{item.name}", "default": None, "help": help_text}
         if expected is bool:
             options["action"] = argparse.BooleanOptionalAction
+        elif expected == tuple[str, ...]:
+            options |= {"action": "append", "metavar": "TEXT"}
         else:
             options |= {"type": _PARSERS[expected], "metavar": _METAVARS[expected]}
         group.add_argument(_flag(item.name), **options)

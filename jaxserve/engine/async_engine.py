@@ -13,12 +13,14 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable
+import time
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from jaxserve.engine.core import EngineStats
+from jaxserve.engine.token_stream import TokenStream
 from jaxserve.errors import EngineError, JaxserveError, NotReady, RequestTimeout
 from jaxserve.host.admission import Admission
 from jaxserve.request import FinishReason, Request, TokenEvent
@@ -40,80 +42,6 @@ class Core(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def drop_cache(self) -> int: ...
     def stats(self) -> EngineStats: ...
-
-
-class TokenStream:
-    """Events of one or more requests, in the order in which they come. Made by `AsyncEngine.open`.
-
-    A slow reader costs bounded memory: what it has not read merges into one event per request. Close it, or use it as a
-    context manager: closing aborts what has not finished.
-    """
-
-    def __init__(self, request_ids: Iterable[str], abort: Callable[[list[str]], None]) -> None:
-        self._live = set(request_ids)
-        self._abort = abort
-        self._pending: dict[str, TokenEvent] = {}
-        self._error: JaxserveError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._command = 0  # the one that added it
-
-    async def read(self) -> list[TokenEvent]:
-        """The events since the last read, at most one per request; waits for one, and is empty once all have finished.
-
-        Raises:
-            EngineError: the engine failed under a request of this stream.
-            RequestTimeout: a deadline has come.
-            NotReady: the engine shut down before it finished.
-        """
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if not self._live:
-                return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        events, self._pending = list(self._pending.values()), {}
-        return events
-
-    def abort(self, request_id: str) -> None:
-        """Abort one request, if it has not finished; no event of it comes any more."""
-        if request_id in self._live:
-            self._live.discard(request_id)
-            self._pending.pop(request_id, None)
-            self._abort([request_id])
-
-    def close(self) -> None:
-        """Abort what has not finished. Safe to call again."""
-        live, self._live = self._live, set()
-        self._pending.clear()
-        if live:
-            self._abort(sorted(live))
-        self._wake()
-
-    def __enter__(self) -> TokenStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _put(self, event: TokenEvent) -> None:
-        before = self._pending.get(event.request_id)
-        self._pending[event.request_id] = event if before is None else before.merged(event)
-        if event.finish_reason is not None:
-            self._live.discard(event.request_id)
-        self._wake()
-
-    def _fail(self, request_id: str, error: JaxserveError) -> None:
-        self._live.discard(request_id)
-        self._error = self._error or error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 def _timeout(event: TokenEvent) -> RequestTimeout:
@@ -149,6 +77,12 @@ class AsyncEngine:
         return self._worker.stats
 
     @property
+    def seconds_in_step(self) -> float:
+        """How long the thread has been in its current step, as seen now; 0 while it waits for work."""
+        began = self._worker.step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
     def num_live(self) -> int:
         """Requests that have not finished."""
         return len(self._streams)
@@ -175,7 +109,7 @@ class AsyncEngine:
         stream = TokenStream([request.request_id for request in requests], self._abort)
         self._streams.update((request.request_id, stream) for request in requests)
         self._idle.clear()
-        stream._command = self._worker.send(add=requests)
+        stream.command = self._worker.send(add=requests)
         return stream
 
     async def generate(self, *requests: Request) -> AsyncGenerator[TokenEvent]:
@@ -226,7 +160,7 @@ class AsyncEngine:
         live = list(self._streams.items())
         self._abort([request_id for request_id, _ in live])
         for request_id, stream in live:
-            stream._fail(request_id, error)
+            stream.fail(request_id, error)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -249,20 +183,20 @@ class AsyncEngine:
     def _deliver(self, batch: _Batch) -> None:
         found = [(event, self._streams.get(event.request_id)) for event in batch.events]
         # An event that was under way when its request was aborted has no stream, or a newer one that took over the id.
-        known = [(event, stream) for event, stream in found if stream is not None and stream._command <= batch.num_commands]
+        known = [(event, stream) for event, stream in found if stream is not None and stream.command <= batch.num_commands]
         self._admission.observe([event for event, _ in known])
         for event, stream in known:
             if event.finish_reason is not None:
                 self._forget(event.request_id)
             if event.finish_reason is FinishReason.ERROR:
-                stream._fail(event.request_id, EngineError("the engine failed while it worked on this request"))
+                stream.fail(event.request_id, EngineError("the engine failed while it worked on this request"))
             elif event.finish_reason is FinishReason.TIMEOUT:
-                stream._fail(event.request_id, _timeout(event))
+                stream.fail(event.request_id, _timeout(event))
             else:
-                stream._put(event)
+                stream.put(event)
         for request_id, error in batch.refusals:
             if (refused := self._forget(request_id)) is not None:
-                refused._fail(request_id, error)
+                refused.fail(request_id, error)
 
     def _end_threadsafe(self, failure: Exception | None) -> None:
         assert self._loop is not None
@@ -272,7 +206,7 @@ class AsyncEngine:
         self.failure = failure
         for request_id in list(self._streams):
             if (stream := self._forget(request_id)) is not None:
-                stream._fail(request_id, EngineError(f"the engine died: {failure!r}"))
+                stream.fail(request_id, EngineError(f"the engine died: {failure!r}"))
         self._ended.set()
 
 
@@ -304,6 +238,7 @@ class _Worker:
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self.stats = core.stats()
+        self.step_began: float | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -347,6 +282,7 @@ class _Worker:
             failure = EngineError(f"{type(error).__name__}: {error}")
             raise
         finally:
+            self.step_began = None
             with self._changed:
                 self._ended = True
             for done in self._drops:
@@ -358,12 +294,14 @@ class _Worker:
     def _turn(self) -> bool:
         """Commands, then one step; whether to go on."""
         core = self._core
+        self.step_began = None
         with self._changed:
             while not (self._inbox or self._drops or self._stopping or core.has_work):
                 self._changed.wait()
             inbox, self._inbox = self._inbox, []
             drops, self._drops = self._drops, []
             num_commands, stopping = self._num_sent, self._stopping
+        self.step_began = time.monotonic()
         refusals = self._apply(inbox)
         for done in drops:
             if done.set_running_or_notify_cancel():

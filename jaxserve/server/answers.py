@@ -7,7 +7,11 @@ routes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +22,10 @@ from jaxserve.errors import JaxserveError, RequestTimeout
 from jaxserve.request import FinishReason
 from jaxserve.server import wire
 from jaxserve.server.joining import Begun
+from jaxserve.server.middlewares import request_id_of
 from jaxserve.server.ranking import shown_choices
 
 logger = logging.getLogger(__name__)
-
-INTERNAL_ERROR = "the server failed; its log says how"
 
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -31,8 +34,7 @@ STREAM_HEADERS = {
 }
 
 
-class ReaderStalled(ConnectionError):
-    """The client has read nothing for too long."""
+PING = b": keep-alive\n\n"
 
 
 @dataclass
@@ -71,9 +73,7 @@ async def whole_body(begun: Begun, shape: wire.Shape, *, model_name: str) -> dic
 class Answer:
     """Writes one call's answer to one client."""
 
-    def __init__(
-        self, request: web.Request, begun: Begun, shape: wire.Shape, *, model_name: str, stall_seconds: float
-    ) -> None:
+    def __init__(self, request: web.Request, begun: Begun, shape: wire.Shape, *, model_name: str, ping_seconds: float) -> None:
         self._request = request
         self._begun = begun
         self._call = begun.call
@@ -81,7 +81,8 @@ class Answer:
         self._created = begun.created
         self._shape = shape
         self._model_name = model_name
-        self._stall_seconds = stall_seconds
+        self._ping_seconds = ping_seconds
+        self._last_write = 0.0
 
     async def whole(self) -> web.Response:
         """Wait for every choice, then answer at once."""
@@ -95,12 +96,15 @@ class Answer:
         response = web.StreamResponse(headers=STREAM_HEADERS)
         await response.prepare(self._request)
         try:
-            error = await self._write_choices(response, outcome)
-            if error is not None:
-                await self._write(response, wire.event(error))
-            await self._write(response, wire.DONE)
-        except ReaderStalled:
-            outcome.name = "stalled"
+            with self._pinging(response):
+                error = await self._write_choices(response, outcome)
+                if error is not None:
+                    await self._write(response, wire.event(error))
+                await self._write(response, wire.DONE)
+        except asyncio.CancelledError:
+            if getattr(self._request.protocol, "stalled", False):
+                outcome.name = "stalled"
+            raise
         except ConnectionError:
             outcome.name = "disconnected"
         return response
@@ -115,9 +119,10 @@ class Answer:
             outcome.name = "timeout" if isinstance(error, RequestTimeout) else "error"
             return wire.error_body(error, status=wire.status_of(error))
         except Exception:
-            logger.exception("a stream failed")
+            request_id = request_id_of(self._request)
+            logger.exception("a stream failed (request %s)", request_id)
             outcome.name = "error"
-            return wire.error_body(INTERNAL_ERROR, status=500, code="internal_error")
+            return wire.error_body(wire.internal_error(request_id), status=500, code="internal_error")
         return None
 
     async def _write_chunks(self, response: web.StreamResponse) -> None:
@@ -146,11 +151,30 @@ class Answer:
             await self._write(response, writer.usage(call.num_prompt_tokens, source.num_output, source.num_cached))
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        """Write, which waits only while the client reads more slowly than we write."""
+        """Write, which waits only while the client reads more slowly than we write; `connections` drops it if it stalls."""
+        self._last_write = time.monotonic()
+        await response.write(data)
+
+    @contextmanager
+    def _pinging(self, response: web.StreamResponse) -> Iterator[None]:
+        """Have the stream say something, which clients skip, where it would be silent for long: proxies give such up."""
+        if not self._ping_seconds:
+            yield
+            return
+        task = asyncio.create_task(self._ping(response))
         try:
-            async with asyncio.timeout(self._stall_seconds):
-                await response.write(data)
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ReaderStalled(f"the client read nothing for {self._stall_seconds:g} s") from None
+            yield
+        finally:
+            task.cancel()
+
+    async def _ping(self, response: web.StreamResponse) -> None:
+        self._last_write = time.monotonic()
+        while True:
+            silence = time.monotonic() - self._last_write
+            if silence < self._ping_seconds:
+                await asyncio.sleep(self._ping_seconds - silence)
+            elif self._request.protocol.writing_paused:  # it has not read what there is
+                await asyncio.sleep(self._ping_seconds)
+            else:
+                with contextlib.suppress(ConnectionError):
+                    await self._write(response, PING)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import threading
 import time
@@ -16,13 +17,31 @@ from aiohttp import web
 
 from jaxserve.config import HttpConfig
 from jaxserve.server.access import SERVICE
-from jaxserve.server.handlers import ROUTES, errors_as_json, known_callers_only
+from jaxserve.server.connections import ConnectionLimits, Connections, mark_busy
+from jaxserve.server.cors import CROSS_ORIGIN, CrossOrigin, answer_preflights
+from jaxserve.server.handlers import ROUTES
+from jaxserve.server.limits import read_bodies
+from jaxserve.server.middlewares import add_headers, answer_options, errors_as_json, known_callers_only, name_requests
 from jaxserve.server.service import ServerParts, Service
+from jaxserve.server.tls import load_tls
 
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 5.0
 """How long handlers may take to write what they have, after the engine has drained."""
+
+BACKLOG = 1024
+"""Connections that the kernel keeps until we come to accept them."""
+
+MAX_OPEN_FILES = 65536
+OTHER_FILES = 64
+"""Of the files that a process may have open, those kept for what is no connection."""
+
+MIDDLEWARES = (
+    *(mark_busy, name_requests, errors_as_json, answer_preflights),
+    *(known_callers_only, answer_options, read_bodies),
+)
+"""Outermost first: nobody's body is read before its sender is known, and everything that goes wrong is answered with JSON."""
 
 
 def build_app(loading: Awaitable[ServerParts], config: HttpConfig) -> web.Application:
@@ -31,11 +50,13 @@ def build_app(loading: Awaitable[ServerParts], config: HttpConfig) -> web.Applic
     The engine runs from then until the application is cleaned up.
 
     Raises:
-        ConfigError: the API keys of `config` cannot be read.
+        ConfigError: the API keys of `config` cannot be read, or an origin in it is none.
     """
-    app = web.Application(middlewares=[errors_as_json, known_callers_only], client_max_size=config.max_body_bytes)
+    app = web.Application(middlewares=MIDDLEWARES)
     service = Service(config)
     app[SERVICE] = service
+    app[CROSS_ORIGIN] = CrossOrigin(config.cors_origin)
+    app.on_response_prepare.append(add_headers)
 
     async def lifetime(_: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(service.load(loading, now=time.time))
@@ -50,26 +71,54 @@ def build_app(loading: Awaitable[ServerParts], config: HttpConfig) -> web.Applic
 
 
 class Server:
-    """An application on a TCP port. `start`, then `drain` and `stop`."""
+    """An application on a TCP port. `start`, then `drain` and `stop`.
+
+    Raises:
+        ConfigError: the certificate of `config` cannot be used.
+    """
 
     def __init__(self, app: web.Application, config: HttpConfig) -> None:
         self._service = app[SERVICE]
         # A client that leaves cancels its handler, which closes its stream, which aborts its requests.
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=LAST_WORDS_SECONDS, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=LAST_WORDS_SECONDS)
         self._config = config
+        self._tls = load_tls(config)
+        self._listening: asyncio.Server | None = None
 
     async def start(self) -> str:
         """Listen; the address as a URL."""
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._config.host, self._config.port).start()
+            self._listening = await self._listen()
         except BaseException:
             await self._runner.cleanup()
             raise
-        host, port = self._runner.addresses[0][:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        host, port = self._listening.sockets[0].getsockname()[:2]
+        scheme = "http" if self._tls is None else "https"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         logger.info("listening on %s", url)
         return url
+
+    async def _listen(self) -> asyncio.Server:
+        config, server = self._config, self._runner.server
+        assert server is not None
+        limits = ConnectionLimits(
+            max_connections=config.max_connections or max(1, _max_open_files() - OTHER_FILES),
+            max_line_bytes=config.max_header_bytes,
+            head_seconds=config.head_timeout,
+            idle_seconds=config.idle_timeout,
+            stall_seconds=config.stall_seconds,
+        )
+        connections = Connections(server, limits, self._service.metrics.count_dropped_connection)
+        self._service.metrics.observe_connections(lambda: connections.count)
+        return await asyncio.get_running_loop().create_server(
+            connections,
+            config.host,
+            config.port,
+            backlog=BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else config.head_timeout,
+        )
 
     async def drain(self) -> None:
         """Refuse new requests with 503 and let running ones finish, for at most `drain_seconds`."""
@@ -78,6 +127,8 @@ class Server:
     async def stop(self) -> None:
         """Abort what still runs, so that its handlers can say so; then stop listening."""
         await self._service.close()
+        if self._listening is not None:
+            self._listening.close()
         await self._runner.cleanup()
 
 
@@ -110,6 +161,16 @@ async def _serve(build: Callable[[], ServerParts], config: HttpConfig) -> int:
         await server.stop()
         signals.restore()
     return 0
+
+
+def _max_open_files() -> int:
+    """How many files the process may have open, after asking for as many as it may ask for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 class _Signals:

@@ -5,9 +5,9 @@ Owns the step from token events to what each choice shows, and which choices sti
 
 from __future__ import annotations
 
-from jaxserve.engine.async_engine import TokenStream
 from jaxserve.engine.output import Output, OutputDelta
 from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.token_stream import TokenStream
 from jaxserve.server.call import Call
 from jaxserve.server.metrics import Metrics, TokenClock
 

@@ -1,7 +1,7 @@
-"""The routes: one handler each, and errors as OpenAI's error object for all of them.
+"""The routes: one handler each.
 
-Owns which calls are answered to whom: keys are checked before anything else, retries join what runs. Does not know what
-bodies mean or how the engine is set to work on them (`endpoints`), how an answer is written (`answers`) or the server's
+Owns how calls are counted, and that retries join what runs. Does not know what bodies mean or how the engine is set to work on
+them (`endpoints`), how an answer is written (`answers`), what all requests have in common (`middlewares`) or the server's
 lifetime (`app`).
 """
 
@@ -9,87 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from jaxserve import __version__
 from jaxserve.errors import InvalidRequest, JaxserveError, ModelNotFound, NotReady, QueueFull
 from jaxserve.server import metrics, wire
 from jaxserve.server.access import SERVICE, caller_of
-from jaxserve.server.answers import INTERNAL_ERROR, Answer, Outcome
+from jaxserve.server.answers import Answer, Outcome
 from jaxserve.server.endpoints import CHAT, COMPLETIONS, Endpoint, generating, read_call
 from jaxserve.server.joining import Begun
 from jaxserve.server.keys import Caller
 from jaxserve.server.service import Model, Service, State
 from jaxserve.server.terms import grant
 
-logger = logging.getLogger(__name__)
-
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""What is answered without an API key: what probes and scrapers ask for. None of it has a prompt, an answer or a key."""
-
-ADMIN_ROUTES = frozenset({("DELETE", "/v1/cache")})
-"""What takes an administrator's key."""
-
 JOIN_HEADERS = ("Idempotency-Key", "X-Request-Id")
 """Headers that name a request, so that its retry is known; the first of them that it has counts."""
 
 MAX_JOIN_KEY = 255
-
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def _error_response(
-    error: JaxserveError | str, status: int, *, code: str | None = None, headers: dict[str, str] | None = None
-) -> web.Response:
-    return web.json_response(wire.error_body(error, status=status, code=code), status=status, headers=headers)
-
-
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error, ours and the framework's, with OpenAI's error object."""
-    try:
-        return await handler(request)
-    except JaxserveError as error:
-        return _error_response(error, wire.status_of(error), headers=wire.error_headers(error))
-    except web.HTTPException as error:
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return _error_response(
-            _describe_http_error(request, error), error.status, code=error.reason.lower().replace(" ", "_"), headers=allow
-        )
-    except ConnectionError as error:  # while reading the body: nobody is there to answer
-        return _error_response(repr(error), 400)
-    except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
-        return _error_response(INTERNAL_ERROR, 500, code="internal_error")
-
-
-def _describe_http_error(request: web.Request, error: web.HTTPException) -> str:
-    what = f"{request.method} {request.path}"
-    if isinstance(error, web.HTTPNotFound):
-        return f"{what}: there is no such route"
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        return f"{what}: the method must be one of {', '.join(sorted(error.allowed_methods))}"
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        limit = request.app[SERVICE].config.max_body_bytes
-        return f"the body is larger than {limit} bytes, the most that this server reads"
-    return f"{what}: {error.reason}"
-
-
-@web.middleware
-async def known_callers_only(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse whoever has no key of this server, whatever they ask for, but for `OPEN_PATHS`."""
-    if (request.method, request.path) in ADMIN_ROUTES:
-        request.app[SERVICE].keys.require_admin(request.headers.get("Authorization"))
-    elif request.path not in OPEN_PATHS:
-        caller_of(request)
-    return await handler(request)
-
 
 # --- completions ------------------------------------------------------------------------------------------------------
 
@@ -119,7 +59,7 @@ def _counted(service: Service, endpoint: Endpoint, caller: Caller) -> Iterator[O
         outcome.name = "refused"
         raise
     except (asyncio.CancelledError, ConnectionError):
-        outcome.name = "disconnected"
+        outcome.name = "stalled" if outcome.name == "stalled" else "disconnected"
         raise
     except BaseException:
         outcome.name = "error"
@@ -146,7 +86,7 @@ async def _answer(request: web.Request, endpoint: Endpoint) -> web.StreamRespons
         model = service.require_model()
         async with _begun(request, endpoint, caller, model, clock) as begun:
             shape = endpoint.shape(model.tokenizer)
-            answer = Answer(request, begun, shape, model_name=model.name, stall_seconds=service.config.stall_seconds)
+            answer = Answer(request, begun, shape, model_name=model.name, ping_seconds=service.config.ping_seconds)
             response = await (answer.stream(outcome) if begun.call.stream else answer.whole())
         if outcome.name == "ok":
             clock.finish()
@@ -208,15 +148,18 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """`GET /health`: 200 while the process can still serve, now or once it has loaded; 503 after the engine died."""
+    """`GET /health`: 200 while the process can still serve, now or once it has loaded; 503 after the engine died or hangs."""
     service = request.app[SERVICE]
-    if service.failure is None:
-        return web.json_response({"status": "ok"})
-    return web.json_response({"status": "failed", "reason": repr(service.failure)}, status=503)
+    if service.failure is not None:
+        return web.json_response({"status": "failed", "reason": repr(service.failure)}, status=503)
+    if service.hung:
+        reason = f"a step has not come back for {service.seconds_in_step:.0f} s"
+        return web.json_response({"status": "hung", "reason": reason}, status=503)
+    return web.json_response({"status": "ok"})
 
 
 async def ready(request: web.Request) -> web.Response:
-    """`GET /ready`: 200 while requests are served; 503 while loading, draining or dead."""
+    """`GET /ready`: 200 while requests are served; 503 while loading, draining, hung or dead."""
     state = request.app[SERVICE].state
     return web.json_response({"status": state.value}, status=200 if state is State.READY else 503)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -61,6 +61,14 @@ class Metrics:
         self.joined = self._counter(
             "jaxserve_joined_requests", "HTTP requests that joined one that ran, by a key they gave it."
         )
+        self.dropped_connections = Counter(
+            "jaxserve_dropped_connections",
+            "Connections that were ended for what their client did: too_many (more than there may be), slow_head (its request "
+            "did not come in time), malformed (not HTTP), stalled (it read nothing).",
+            ["reason"],
+            registry=self._registry,
+        )
+        self.connections = Gauge("jaxserve_connections", "Connections that are open.", registry=self._registry)
         self.prompt_tokens = self._counter("jaxserve_prompt_tokens", "Prompt tokens of admitted requests.")
         self.output_tokens = self._counter("jaxserve_output_tokens", "Output tokens handed to requests.")
         self.first_token = self._histogram(
@@ -78,6 +86,14 @@ class Metrics:
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, what, buckets=buckets, registry=self._registry)
+
+    def count_dropped_connection(self, reason: str) -> None:
+        """Count one, by the reasons of `dropped_connections`."""
+        self.dropped_connections.labels(reason).inc()
+
+    def observe_connections(self, count: Callable[[], int]) -> None:
+        """Export what this gives at the time of each scrape."""
+        self.connections.set_function(count)
 
     def observe_engine(self, stats: Callable[[], EngineStats], admission: Admission, num_compiles: Callable[[], int]) -> None:
         """Export what these give at the time of each scrape."""

@@ -1,6 +1,6 @@
 """What the handlers share: the model once it is loaded, and where the server is in its life.
 
-Owns the states loading, ready, draining and failed. Does not know HTTP messages.
+Owns the states loading, ready, draining, hung and failed. Does not know HTTP messages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ from jaxserve.server.metrics import Metrics
 from jaxserve.server.terms import Terms
 
 logger = logging.getLogger(__name__)
+
+MIN_BODY_LIMIT = 16 * 1024 * 1024
+BODY_BYTES_PER_TOKEN = 64
+"""Of the context. A token is some 4 bytes of text, up to 7 as a number, up to 24 where each character is an escape of 6; the
+rest is for several prompts in a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,7 @@ class State(enum.StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
+    HUNG = "hung"
     FAILED = "failed"
 
 
@@ -117,6 +123,8 @@ class Service:
             return State.FAILED
         if self._draining:
             return State.DRAINING
+        if self.hung:
+            return State.HUNG
         return State.LOADING if self._model is None else State.READY
 
     @property
@@ -126,11 +134,29 @@ class Service:
             return self.load_error
         return None if self._model is None else self._model.engine.failure
 
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the engine has been in its current step; 0 between steps."""
+        return 0.0 if self._model is None else self._model.engine.seconds_in_step
+
+    @property
+    def hung(self) -> bool:
+        """Whether that is longer than a step may take."""
+        return 0.0 < self.config.hang_seconds < self.seconds_in_step
+
+    @property
+    def max_body_bytes(self) -> int:
+        """What a body may have: as configured, or else far more than the context holds."""
+        if self.config.max_body_bytes:
+            return self.config.max_body_bytes
+        context = 0 if self._model is None else self._model.terms.limits.max_context
+        return max(MIN_BODY_LIMIT, BODY_BYTES_PER_TOKEN * context)
+
     def require_model(self) -> Model:
         """The model, for a request to be served now.
 
         Raises:
-            NotReady: loading or draining.
+            NotReady: loading, draining or hung.
             EngineError: loading failed, or the engine has died.
         """
         state = self.state
@@ -138,6 +164,8 @@ class Service:
             raise EngineError("the engine is dead; /health says why")
         if state is State.DRAINING:
             raise NotReady("the server is shutting down and takes no new requests")
+        if state is State.HUNG:
+            raise NotReady(f"the engine hangs: a step has not come back for {self.seconds_in_step:.0f} s")
         if self._model is None:
             raise NotReady("the model is still loading; /ready says when it is not")
         return self._model

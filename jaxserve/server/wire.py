@@ -251,6 +251,11 @@ def error_body(error: JaxserveError | str, *, status: int, code: str | None = No
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
+def internal_error(request_id: str) -> str:
+    """What a client is told of a failure that is ours."""
+    return f"the server failed; its log says how, under request {request_id}"
+
+
 def status_of(error: JaxserveError) -> int:
     """The HTTP status to answer `error` with."""
     return error.status if isinstance(error, RequestError) else 500

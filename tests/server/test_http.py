@@ -180,7 +180,7 @@ async def test_unknown_routes_and_methods() -> None:
         for path in (COMPLETIONS, CHAT):
             async with server.http.get(server.url + path) as response:
                 assert response.status == 405
-                assert response.headers["Allow"] == "POST"
+                assert response.headers["Allow"] == "OPTIONS, POST"
                 assert "POST" in (await response.json())["error"]["message"]
         assert (await server.post("/health"))[0] == 405
 

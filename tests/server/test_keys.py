@@ -119,18 +119,18 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 async def samples(server: Serving, name: str) -> dict[str, float]:
-    async with server.http.get(server.url + "/metrics") as response:
+    async with server.http.get(server.url + "/metrics", headers=bearer("sk-a")) as response:
         assert response.status == 200
         lines = [line for line in (await response.text()).splitlines() if line.startswith(name)]
     return {line.rpartition(" ")[0].removeprefix(name): float(line.rpartition(" ")[2]) for line in lines}
 
 
-async def test_all_but_probes_and_metrics_take_a_key(tmp_path: Path) -> None:
+async def test_all_but_probes_take_a_key(tmp_path: Path) -> None:
     async with serving(config=write(tmp_path, KEYS)) as server:
-        for path in ("/health", "/ready", "/metrics"):
+        for path in ("/health", "/ready"):
             async with server.http.get(server.url + path) as response:
                 assert response.status == 200
-        for path in ("/v1/models", f"/v1/models/{MODEL}", "/version", "/no/such/route"):
+        for path in ("/v1/models", f"/v1/models/{MODEL}", "/version", "/metrics", "/no/such/route"):
             async with server.http.get(server.url + path) as response:
                 assert response.status == 401
                 assert response.headers["WWW-Authenticate"] == "Bearer"

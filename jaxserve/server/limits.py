@@ -1,0 +1,83 @@
+"""How large a request's body may be, what kind, and how long it may take to come.
+
+Owns the reading of bodies: handlers find them read, but for those of `FORM_ROUTES`. Does not know what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from jaxserve.errors import InvalidRequest, RequestTimeout
+from jaxserve.server.access import SERVICE
+
+FORM_ROUTES = frozenset({("POST", "/v1/files")})
+"""What takes a multipart form, and reads it itself, within `in_time`."""
+
+MIN_BYTES_PER_SECOND = 16 * 1024
+"""What a client has to send a body with, after its first seconds."""
+
+
+@web.middleware
+async def read_bodies(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Have the body read before the handler runs.
+
+    Raises:
+        web.HTTPRequestEntityTooLarge: it is larger than `Service.max_body_bytes`.
+        web.HTTPUnsupportedMediaType: it is a form, where there is none to fill in.
+        InvalidRequest: its encoding is broken.
+        RequestTimeout: it took too long.
+    """
+    if request.match_info.http_exception is not None or not request.body_exists:
+        return await handler(request)
+    if (request.method, request.path) in FORM_ROUTES:
+        return await handler(request)
+    if request.content_type.startswith("multipart/"):
+        raise web.HTTPUnsupportedMediaType
+    service = request.app[SERVICE]
+    limit = service.max_body_bytes
+    if (request.content_length or 0) > limit:
+        raise web.HTTPRequestEntityTooLarge(limit)
+    request = request.clone(client_max_size=limit)
+    try:
+        if request.content.is_eof():
+            await request.read()
+        else:
+            async with in_time(request, service.config.body_timeout):
+                await request.read()
+    except web.RequestPayloadError as error:
+        raise InvalidRequest(f"the body cannot be read: {error!s:.200}") from None
+    return await handler(request)
+
+
+@asynccontextmanager
+async def in_time(request: web.Request, seconds: float) -> AsyncIterator[None]:
+    """Within it the body has to come: in `seconds`, and as many more as `MIN_BYTES_PER_SECOND` gives it.
+
+    Raises:
+        RequestTimeout: it did not.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    try:
+        async with asyncio.timeout(seconds) as clock:
+            timer: asyncio.TimerHandle | None = None
+
+            def extend() -> None:
+                nonlocal timer
+                if not clock.expired():
+                    clock.reschedule(began + seconds + request.content.total_bytes / MIN_BYTES_PER_SECOND)
+                    timer = loop.call_later(min(seconds, 1.0), extend)
+
+            extend()
+            try:
+                yield
+            finally:
+                if timer is not None:
+                    timer.cancel()
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not come within {loop.time() - began:.0f} s") from None
