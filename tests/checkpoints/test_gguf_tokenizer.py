@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from checkpoints.checkpoint import CheckpointError, open_checkpoint
-from checkpoints.gguf_header import read_header
 from checkpoints.gguf_metadata import GgufMetadata
 from checkpoints.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_metadata
 
@@ -66,22 +65,6 @@ def test_the_demo_tokenizer_gives_any_text_back(demo: Tokenizer, text: str) -> N
     assume(MISSING_BYTES.isdisjoint(text.encode()))
     ids = demo.encode(text, add_special_tokens=False).ids
     assert demo.decode(ids, skip_special_tokens=False) == text
-
-
-@pytest.mark.parametrize("name", ["gpt-2", "llama-spm", "phi-3"])
-def test_llama_cpps_test_vectors_get_its_ids(shared: Path, name: str) -> None:
-    path = shared / "data" / "tokenizer-vectors" / f"ggml-vocab-{name}.gguf"
-    files = tokenizer_from_metadata(read_header(path).metadata)
-    assert files is not None
-    assert files.tokenizer_json is not None
-    tokenizer = Tokenizer.from_str(files.tokenizer_json)
-    texts = path.with_suffix(".gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
-    lines = path.with_suffix(".gguf.out").read_text().split("\n")
-    assert len(texts) == len(lines) > 40
-    for text, line in zip(texts, lines, strict=True):
-        ids = [int(token_id) for token_id in line.split()]
-        assert tokenizer.encode(text).ids == ids, text
-        assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 def metadata(**changes: Any) -> GgufMetadata:

@@ -1,0 +1,104 @@
+"""Tokenizers of known models against llama.cpp's own ids, and against the `tokenizers` library on hostile strings."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import unicodedata
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Library
+
+from checkpoints.checkpoint import CheckpointError
+from checkpoints.gguf_header import read_header
+from checkpoints.gguf_metadata import GgufMetadata
+from checkpoints.gguf_tokenizer import tokenizer_from_metadata
+from checkpoints.sources import resolve
+from jaxserve.engine.text import Tokenizer
+from tests.checkpoints.ranks import metadata_of, read_ranks
+
+VOCABULARIES = Path(__file__).parent / "vocabularies"
+SEPARATOR = "\n__ggml_vocab_test__\n"
+
+# Vectors that come with no vocabulary: which of `vocabularies` fits, and what GGUF calls its pre-tokeniser.
+FROM_RANKS = {"llama-bpe": ("llama-3", "llama-bpe"), "qwen2": ("qwen-2", "qwen2")}
+WITHOUT_VOCABULARY = {"gemma-4": "no package of the registries that tests may use has the vocabulary of Gemma 4"}
+
+NAMES = [
+    *("gpt-2", "llama-spm", "phi-3"),
+    # Making merges of 150,000 ranks takes seconds.
+    *(pytest.param(name, marks=pytest.mark.slow) for name in FROM_RANKS),
+    *WITHOUT_VOCABULARY,
+]
+
+
+def metadata(shared: Path, name: str) -> GgufMetadata:
+    if name in WITHOUT_VOCABULARY:
+        pytest.skip(WITHOUT_VOCABULARY[name])
+    if name not in FROM_RANKS:
+        return read_header(shared / "data" / "tokenizer-vectors" / f"ggml-vocab-{name}.gguf").metadata
+    vocabulary, pre = FROM_RANKS[name]
+    try:
+        return metadata_of(read_ranks(resolve(vocabulary, VOCABULARIES)), pre)
+    except CheckpointError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no vocabulary: {error}")
+
+
+@functools.cache
+def tokenizers_of(shared: Path, name: str) -> tuple[Tokenizer, Library]:
+    """Ours, and the library's without any of what we add."""
+    files = tokenizer_from_metadata(metadata(shared, name))
+    assert files is not None
+    assert files.tokenizer_json is not None
+    ours = Tokenizer(files.tokenizer_json, bos_token=files.bos_token, eos_token=files.eos_token, add_bos=files.add_bos)
+    return ours, Library.from_str(files.tokenizer_json)
+
+
+def vectors(shared: Path, name: str) -> list[tuple[str, list[int]]]:
+    path = shared / "data" / "tokenizer-vectors" / f"ggml-vocab-{name}.gguf"
+    texts = path.with_suffix(".gguf.inp").read_text(encoding="utf-8").split(SEPARATOR)
+    lines = path.with_suffix(".gguf.out").read_text().split("\n")
+    assert len(texts) == len(lines) > 40
+    return [(text, [int(token_id) for token_id in line.split()]) for text, line in zip(texts, lines, strict=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_are_llama_cpp_s(shared: Path, name: str) -> None:
+    ours, library = tokenizers_of(shared, name)
+    for text, ids in vectors(shared, name):
+        assert ours.encode(text, add_special_tokens=False) == ids, text
+        assert ours.encode_plain(text) == ids, text
+        assert library.encode(text).ids == ids, text
+        assert ours.decode(ids) == text
+        assert library.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hostile_strings_round_trip_as_in_the_library(shared: Path, name: str) -> None:
+    ours, library = tokenizers_of(shared, name)
+    for text in json.loads((shared / "data" / "fuzz" / "blns.json").read_text()):
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == library.encode(text).ids, text
+        assert ours.encode_plain(text) == ids, text
+        normal = unicodedata.normalize("NFC", text) if name == "qwen2" else text
+        assert ours.decode(ids) == normal
+        assert library.decode(ids, skip_special_tokens=False) == normal
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama-spm", "phi-3"])
+def test_every_special_token_is_one_where_it_is_meant_and_text_elsewhere(shared: Path, name: str) -> None:
+    ours, library = tokenizers_of(shared, name)
+    assert ours.special_ids
+    unknown = library.token_to_id("<unk>")
+    for token_id in ours.special_ids:
+        spelled = ours.token_bytes(token_id).decode()
+        for text in (spelled, f"a{spelled}", f"{spelled} b", f" {spelled}{spelled}\n"):
+            assert ours.encode(text, add_special_tokens=False) == library.encode(text).ids, text
+            plain = ours.encode_plain(text)
+            assert ours.special_ids.isdisjoint(plain) or unknown in plain, text
+            assert ours.decode(plain) == text
+        assert ours.encode(f"a{spelled}", add_special_tokens=False)[-1] == token_id
