@@ -118,6 +118,19 @@ def test_two_devices_give_the_same(requests: list[Request], alone: dict[str, lis
     assert tokens_of(found.outputs) == alone
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e-4, 9.99e-4, 1e-3])
+def test_tiny_temperatures_are_greedy(runner: DeviceRunner, temperature: float) -> None:
+    """vllm PR2937: logits over 1e-4 were not numbers. The last one is drawn, from logits that lie 1 apart on average."""
+    texts = {}
+    for kind in (0.0, temperature):
+        params = SamplingParams(temperature=kind, max_tokens=30, logprobs=1, top_k=5, top_p=0.9)
+        (output,) = run(runner, [Request(request_id="r", prompt=(1, 2, 3), params=params)]).outputs.values()
+        assert np.isfinite([entry.logprob for entry in output.logprobs]).all()
+        texts[kind] = output.tokens
+    assert texts[temperature] == texts[0.0]
+    assert len(texts[0.0]) == 30
+
+
 # --- what penalties, bias and bans do to a whole sequence -------------------------------------------------------------
 
 

@@ -1,0 +1,57 @@
+"""What holds for every route, those of tomorrow too: who is let in, and which model answers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from jaxserve.config import HttpConfig
+from jaxserve.server.handlers import ROUTES
+from tests.server.serving import MODEL, serving
+
+WITHOUT_KEY = {"/health", "/ready"}
+
+HELLO = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": HELLO},
+}
+"""The least that each route takes beside a model."""
+
+WITHOUT_MODEL: set[str] = set()
+"""Routes that take a body and no model."""
+
+
+def url_of(path: str) -> str:
+    return re.sub(r"\{\w+(:[^}]*)?\}", "x", path)
+
+
+@pytest.mark.parametrize("path", sorted({route.path for route in ROUTES if route.method == "POST"} - WITHOUT_MODEL))
+async def test_another_model_is_not_found(path: str) -> None:
+    """sglang I7035, I31404: any name was answered."""
+    async with serving() as server:
+        for model in ("gpt-4", MODEL.upper(), f"{MODEL} ", f"org/{MODEL}", "", "x" * 10_000):
+            status, answer = await server.post(path, {**BODIES[path], "model": model})
+            error = answer["error"]
+            assert (status, error["code"], error["param"]) == (404, "model_not_found", "model"), (model, error)
+            assert repr(MODEL) in error["message"]
+        assert (await server.post(path, {**BODIES[path], "model": MODEL}))[0] == 200
+
+
+async def test_a_key_is_asked_for_before_anything_else() -> None:
+    """vllm I58144, I18892: some routes forgot it. Without it nobody learns even whether there is such a route."""
+    routes = [(route.method, url_of(route.path)) for route in ROUTES if route.path not in WITHOUT_KEY]
+    routes += [("GET", "/no/such/route"), ("PUT", "/v1/models"), ("POST", "/invocations"), ("GET", "/")]
+    async with serving(config=HttpConfig(port=0, api_key="sk-a", admin_key="sk-root")) as server:
+        for method, path in routes:
+            for key in (None, "", "Bearer", "Bearer ", "Bearer sk-b", "Basic sk-a", "sk-a", "Bearer sk-a sk-a", "Bearer SK-A"):
+                headers = {} if key is None else {"Authorization": key}
+                async with server.http.request(method, server.url + path, headers=headers, data=b"{") as response:
+                    assert response.status == 401, (method, path, key)
+                    if method != "HEAD":
+                        assert (await response.json())["error"]["code"] == "invalid_api_key"
+        for path in WITHOUT_KEY:
+            async with server.http.get(server.url + path) as response:
+                assert response.status == 200
