@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -362,18 +361,3 @@ def test_any_body_is_a_call_or_a_request_error(fields: dict[str, Any]) -> None:
         except RequestError:
             continue
         assert call.requests
-
-
-def test_every_field_of_the_specification_is_known(shared: Path) -> None:
-    yaml = pytest.importorskip("yaml")
-    text = (shared / "data/openai-spec/openapi.yaml").read_text()
-    schemas = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["components"]["schemas"]
-
-    def properties(schema: dict[str, Any]) -> set[str]:
-        if "$ref" in schema:
-            return properties(schemas[schema["$ref"].rpartition("/")[2]])
-        parts = [properties(part) for part in schema.get("allOf", ())]
-        return set(schema.get("properties", ())).union(*parts)
-
-    assert properties(schemas["CreateCompletionRequest"]) <= set(fields_of(completion))
-    assert properties(schemas["CreateChatCompletionRequest"]) <= set(fields_of(chat))

@@ -10,7 +10,7 @@ field that is wrong; `decoding` adds what was expected, from the type, and what 
 To add a field: give the struct `name: Type | None = None` (null is always the default), with its range in `Meta` and its
 meaning in `Meta(description=...)`. While nothing honours it, `name: Refused = None`, or the values that change nothing:
 `name: Annotated[Any, only(False)] = None`; it is then refused by name at any other. Read it where the struct is translated,
-and give it a row in the README's table, which a test walks.
+and give it a row in the README's table: `tests/server/test_fields.py` walks it and wants a probe of what the field does.
 
 To add an endpoint: a module here with a struct derived from `Body`, a translation of it, which calls
 `decode(data, ThatStruct)`, a handler and its line in `handlers.ROUTES`.
