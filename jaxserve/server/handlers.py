@@ -23,6 +23,7 @@ from jaxserve.server.answers import Answer, Outcome
 from jaxserve.server.endpoints import CHAT, COMPLETIONS, Endpoint, generating, read_call
 from jaxserve.server.joining import Begun
 from jaxserve.server.keys import Caller
+from jaxserve.server.schema.document import document
 from jaxserve.server.service import Model, Service, State
 from jaxserve.server.terms import grant
 
@@ -181,6 +182,11 @@ async def version(_: web.Request) -> web.Response:
     return web.json_response({"version": __version__})
 
 
+async def openapi(request: web.Request) -> web.Response:
+    """`GET /openapi.json`."""
+    return web.json_response(document(version=__version__, has_keys=len(request.app[SERVICE].keys) > 0))
+
+
 ROUTES = [
     web.post("/v1/completions", completions),
     web.post("/v1/chat/completions", chat_completions),
@@ -191,4 +197,5 @@ ROUTES = [
     web.get("/ready", ready),
     web.get("/metrics", export_metrics),
     web.get("/version", version),
+    web.get("/openapi.json", openapi),
 ]

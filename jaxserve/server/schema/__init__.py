@@ -13,5 +13,6 @@ meaning in `Meta(description=...)`. While nothing honours it, `name: Refused = N
 and give it a row in the README's table: `tests/server/test_fields.py` walks it and wants a probe of what the field does.
 
 To add an endpoint: a module here with a struct derived from `Body`, a translation of it, which calls
-`decode(data, ThatStruct)`, a handler and its line in `handlers.ROUTES`.
+`decode(data, ThatStruct)`, a handler and its line in `handlers.ROUTES`, and for the document a row in
+`operations.OPERATIONS` with the struct of the answer, derived from `answers.Answer`.
 """

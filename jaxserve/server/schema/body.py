@@ -47,7 +47,7 @@ def noun(singular: str, plural: str) -> dict[str, Any]:
 
 def is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
     """Whether `value` is among `accepted`, telling true from 1."""
-    return any(type(value) is type(candidate) and value == candidate for candidate in accepted)
+    return any(value == candidate and isinstance(value, bool) == isinstance(candidate, bool) for candidate in accepted)
 
 
 @functools.cache

@@ -125,7 +125,7 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     bad_words: Annotated[Any, only([])] = None
     echo: Annotated[Any, only(False)] = None
     include_stop_str_in_output: Annotated[Any, only(False)] = None
-    length_penalty: Annotated[Any, only(1, 1.0)] = None
+    length_penalty: Annotated[Any, only(1)] = None
     prompt_logprobs: Refused = None
     response_format: Annotated[Any, only({"type": "text"})] = None
     skip_special_tokens: Annotated[Any, only(True)] = None

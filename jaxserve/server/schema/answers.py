@@ -1,0 +1,203 @@
+"""What answers look like, for the OpenAPI document and for tests. `server.wire` writes them, without these structs.
+
+A field that is not in every answer has a default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
+
+
+class Answer(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A JSON object of an answer."""
+
+
+class ErrorObject(Answer, frozen=True, kw_only=True):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: Annotated[str, Meta(description="The field at fault, by its path.")] | None
+    code: str | None
+
+
+class Error(Answer, frozen=True, kw_only=True):
+    """An error."""
+
+    error: ErrorObject
+
+
+# --- what generates ---------------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(Answer, frozen=True, kw_only=True):
+    """Of the prompt's tokens."""
+
+    cached_tokens: Annotated[int, Meta(description="Those that were found in the cache and not computed.")]
+
+
+class Usage(Answer, frozen=True, kw_only=True):
+    """Token counts: of each prompt once, and of all outputs that were generated."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Answer, frozen=True, kw_only=True):
+    """Log probabilities of a completion, by token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer, frozen=True, kw_only=True):
+    """One output. Its index is the prompt's times n, plus which of the prompt's outputs it is."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(Answer, frozen=True, kw_only=True):
+    """An answer of `/v1/completions`, whole or an event of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    obfuscation: str | UnsetType = UNSET
+
+
+class TokenLogprob(Answer, frozen=True, kw_only=True):
+    """A token that might have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenTokenLogprob(TokenLogprob, frozen=True, kw_only=True):
+    """A token of the output, and the likeliest at its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Answer, frozen=True, kw_only=True):
+    """Log probabilities of a message."""
+
+    content: list[ChosenTokenLogprob] | None
+    refusal: None = None
+
+
+class AnswerMessage(Answer, frozen=True, kw_only=True):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+
+
+class ChatChoice(Answer, frozen=True, kw_only=True):
+    """One output."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Answer, frozen=True, kw_only=True):
+    """A whole answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Answer, frozen=True, kw_only=True):
+    """What an event adds to a message: its role first, then its content."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+
+
+class ChatChunkChoice(Answer, frozen=True, kw_only=True):
+    """What an event says of one output."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(Answer, frozen=True, kw_only=True):
+    """An event of a stream of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    obfuscation: str | UnsetType = UNSET
+
+
+# --- the server itself ------------------------------------------------------------------------------------------------
+
+
+class Model(Answer, frozen=True, kw_only=True):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(Answer, frozen=True, kw_only=True):
+    """The models that are served."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class CacheDropped(Answer, frozen=True, kw_only=True):
+    """What was forgotten."""
+
+    object: Literal["cache"]
+    dropped_pages: int
+
+
+class Health(Answer, frozen=True, kw_only=True):
+    """Whether the process can still serve."""
+
+    status: Literal["ok", "failed", "hung"]
+    reason: str | UnsetType = UNSET
+
+
+class Readiness(Answer, frozen=True, kw_only=True):
+    """Whether requests are served now."""
+
+    status: Literal["loading", "ready", "draining", "hung", "failed"]
+
+
+class Version(Answer, frozen=True, kw_only=True):
+    """The server's version."""
+
+    version: str

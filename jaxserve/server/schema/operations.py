@@ -1,0 +1,81 @@
+"""What there is to ask a server for: for each route its body, its answers and its errors, as the OpenAPI document has them.
+
+Owns no behaviour. A test holds the routes to this table and what they answer to these types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.server.schema import answers
+from jaxserve.server.schema.chat import ChatRequest
+from jaxserve.server.schema.completions import CompletionRequest
+
+GENERATION_ERRORS = (400, 403, 404, 408, 413, 415, 422, 429, 503)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One route.
+
+    Attributes:
+        body: the struct that the request's JSON is decoded into; None for none.
+        form: the parts of a multipart form, in place of a body.
+        query: the parameters in the URL, as a struct; None for none.
+        answer: the struct of a 200; or the content type of one that is not JSON.
+        event: the struct in each event of the stream that it may be asked for; None where there is no such thing.
+        unavailable: the struct of a 503, where that is no error object.
+        errors: statuses beside 401 (of all that need a key) and 500.
+        is_open: whether it needs no key.
+        is_admin: whether it needs an administrator's.
+    """
+
+    summary: str
+    body: Any = None
+    form: Any = None
+    query: Any = None
+    answer: Any
+    event: Any = None
+    unavailable: Any = None
+    errors: tuple[int, ...] = ()
+    is_open: bool = False
+    is_admin: bool = False
+
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("POST", "/v1/completions"): Operation(
+        summary="Continue prompts.",
+        body=CompletionRequest,
+        answer=answers.Completion,
+        event=answers.Completion,
+        errors=GENERATION_ERRORS,
+    ),
+    ("POST", "/v1/chat/completions"): Operation(
+        summary="Answer a conversation.",
+        body=ChatRequest,
+        answer=answers.ChatCompletion,
+        event=answers.ChatChunk,
+        errors=GENERATION_ERRORS,
+    ),
+    ("GET", "/v1/models"): Operation(summary="The models that are served.", answer=answers.ModelList, errors=(503,)),
+    ("GET", "/v1/models/{model}"): Operation(summary="A model that is served.", answer=answers.Model, errors=(404, 503)),
+    ("DELETE", "/v1/cache"): Operation(
+        summary="Forget every cached prefix that nothing uses. Takes an administrator's key.",
+        answer=answers.CacheDropped,
+        errors=(403, 503),
+        is_admin=True,
+    ),
+    ("GET", "/health"): Operation(
+        summary="Whether the process can still serve, now or once it has loaded.",
+        answer=answers.Health,
+        unavailable=answers.Health,
+        is_open=True,
+    ),
+    ("GET", "/ready"): Operation(
+        summary="Whether requests are served.", answer=answers.Readiness, unavailable=answers.Readiness, is_open=True
+    ),
+    ("GET", "/metrics"): Operation(summary="Metrics, for Prometheus.", answer="text/plain"),
+    ("GET", "/version"): Operation(summary="The server's version.", answer=answers.Version),
+    ("GET", "/openapi.json"): Operation(summary="This document.", answer="application/json"),
+}

@@ -1,0 +1,155 @@
+"""The OpenAPI document: valid, complete, and as strict as the server is."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import msgspec
+import openapi_spec_validator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.config import HttpConfig
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.handlers import ROUTES
+from jaxserve.server.schema.answers import Error
+from jaxserve.server.schema.chat import ChatRequest
+from jaxserve.server.schema.completions import CompletionRequest
+from jaxserve.server.schema.decoding import decode
+from jaxserve.server.schema.document import document
+from jaxserve.server.schema.operations import OPERATIONS
+from tests.server.serving import MODEL, serving
+
+DOCUMENT = document(version="1", has_keys=True)
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def test_it_is_valid() -> None:
+    openapi_spec_validator.validate(DOCUMENT)
+    openapi_spec_validator.validate(document(version="1", has_keys=False))
+
+
+def test_it_has_every_route() -> None:
+    routes = {(route.method, re.sub(r"{(\w+):[^}]*}", r"{\1}", route.path)) for route in ROUTES}
+    assert routes == set(OPERATIONS), "jaxserve/server/schema/operations.py describes every route"
+
+
+def test_it_says_what_needs_a_key() -> None:
+    assert DOCUMENT["security"] == [{"ApiKey": []}]
+    assert DOCUMENT["paths"]["/health"]["get"]["security"] == []
+    assert "401" in DOCUMENT["paths"]["/v1/completions"]["post"]["responses"]
+    assert "401" not in DOCUMENT["paths"]["/health"]["get"]["responses"]
+    without = document(version="1", has_keys=False)
+    assert without["security"] == []
+    assert "401" not in without["paths"]["/v1/completions"]["post"]["responses"]
+    assert without["paths"]["/v1/cache"]["delete"]["security"] == [{"ApiKey": []}]
+
+
+# --- as strict as the server ------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+BODIES: dict[type, dict[str, Any]] = {
+    CompletionRequest: {"model": "m", "prompt": "x"},
+    ChatRequest: {"model": "m", "messages": MESSAGES},
+}
+VALIDATORS = {
+    cls: jsonschema.Draft202012Validator(
+        {"$ref": f"#/components/schemas/{cls.__name__}", "components": DOCUMENT["components"]}
+    )
+    for cls in BODIES
+}
+
+
+def likely(schema: Any) -> st.SearchStrategy[Any]:
+    """Values at and beyond the limits of a field's schema, that its own name would not be refused for."""
+    values: list[Any] = [None]
+    for part in schema.get("anyOf", [schema]):
+        values += part.get("enum", [])
+        for limit in ("minimum", "maximum", "exclusiveMinimum"):
+            values += [part[limit] + step for step in (-1, 0, 1) if limit in part]
+        for limit in ("minLength", "maxLength"):
+            values += ["x" * max(0, part[limit] + step) for step in (-1, 0, 1) if limit in part]
+        if part.get("type") == "array":
+            values += [["x"], [1], [], ["x"] * 17, [1] * 17]
+    return st.sampled_from(values)
+
+
+@given(data=st.data())
+def test_it_is_as_strict_as_the_server(data: st.DataObject) -> None:
+    """It accepts what the server's types accept and nothing else, but that to JSON Schema 1.0 is an integer."""
+    for cls, base in BODIES.items():
+        properties = DOCUMENT["components"]["schemas"][cls.__name__]["properties"]
+        names = data.draw(st.lists(st.sampled_from([*properties, "unknown"]), max_size=3))
+        fields = {name: data.draw(likely(properties.get(name, {})) | JSON) for name in names}
+        body = json.loads(re.sub(r"(\d)\.0\b(?!e)", r"\1.5", json.dumps({**base, **fields})))
+        try:
+            decode(body, cls)
+            accepted = True
+        except InvalidRequest:
+            accepted = False
+        assert accepted == VALIDATORS[cls].is_valid(body), body
+
+
+# --- what it says of answers ------------------------------------------------------------------------------------------
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"n": 2},
+    {"stream": True},
+    {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": True}},
+    {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+]
+ASKED: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("POST", "/v1/completions"): [{"model": MODEL, "prompt": "x", **more} for more in [*VARIANTS, {"logprobs": 2}]],
+    ("POST", "/v1/chat/completions"): [
+        {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, **more}
+        for more in [*VARIANTS, {"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "stream": True}]
+    ],
+}
+
+
+async def test_answers_are_as_it_says() -> None:
+    async with serving(config=HttpConfig(port=0, admin_key="secret")) as server:
+        for (method, path), operation in OPERATIONS.items():
+            for body in ASKED.get((method, path), [{}] if operation.body is None else []):
+                options = {"json": body} if body else {}
+                headers = {"Authorization": "Bearer secret"}
+                url = server.url + path.replace("{model}", MODEL)
+                async with server.http.request(method, url, headers=headers, **options) as response:
+                    data = await response.read()
+                    assert response.status == 200, (path, data)
+                    if response.content_type == "text/event-stream":
+                        events = data.decode().split("\n\n")
+                        assert events[-2:] == ["data: [DONE]", ""]
+                        for event in events[:-2]:
+                            msgspec.json.decode(event.removeprefix("data: "), type=operation.event)
+                    elif isinstance(operation.answer, str):
+                        assert response.content_type == operation.answer
+                    else:
+                        msgspec.json.decode(data, type=operation.answer)
+
+
+async def test_errors_are_as_it_says() -> None:
+    async with serving() as server:
+        for (method, path), operation in OPERATIONS.items():
+            if operation.body is None:
+                continue
+            for body, status in (({"model": MODEL, "nonsense": 1}, 400), ([], 400)):
+                async with server.http.request(method, server.url + path, json=body) as response:
+                    assert response.status == status
+                    assert status in operation.errors
+                    msgspec.json.decode(await response.read(), type=Error)
+
+
+async def test_it_is_served() -> None:
+    async with serving() as server:
+        status, served = await server.get("/openapi.json")
+        assert status == 200
+        assert served["paths"] == json.loads(json.dumps(document(version="1", has_keys=False)["paths"]))
