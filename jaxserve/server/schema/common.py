@@ -1,4 +1,4 @@
-"""The fields that every endpoint which generates has: sampling, stopping, streaming, and whose turn it is.
+"""The fields that endpoints which generate have: sampling, stopping, streaming, and whose turn it is.
 
 Those beyond OpenAI's (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority`,
 `cache_salt`, ...) are vLLM's, but `timeout` and the names of priorities.
@@ -68,13 +68,11 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     ) = None
 
 
-class GenerationRequest(Body, frozen=True, kw_only=True):
-    """What the endpoints share."""
+class AnyGenerationRequest(Body, frozen=True, kw_only=True):
+    """What all of them share."""
 
     model: Annotated[str, Meta(description="The name that the server has for its model.")]
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Choices for each prompt; 1 if not given.")] | None = None
     stream: Annotated[bool, Meta(description="Answer with server-sent events.")] | None = None
-    stream_options: StreamOptions | None = None
 
     min_tokens: (
         Annotated[
@@ -123,13 +121,21 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
 
     allowed_token_ids: Refused = None
     bad_words: Annotated[Any, only([])] = None
-    echo: Annotated[Any, only(False)] = None
     include_stop_str_in_output: Annotated[Any, only(False)] = None
-    length_penalty: Annotated[Any, only(1)] = None
-    prompt_logprobs: Refused = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
     skip_special_tokens: Annotated[Any, only(True)] = None
     spaces_between_special_tokens: Annotated[Any, only(True)] = None
     structured_outputs: Refused = None
+
+
+class GenerationRequest(AnyGenerationRequest, frozen=True, kw_only=True):
+    """What completions and chat completions share."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Choices for each prompt; 1 if not given.")] | None = None
+    stream_options: StreamOptions | None = None
+
+    echo: Annotated[Any, only(False)] = None
+    length_penalty: Annotated[Any, only(1)] = None
+    prompt_logprobs: Refused = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
     truncate_prompt_tokens: Refused = None
     use_beam_search: Annotated[Any, only(False)] = None
