@@ -163,6 +163,9 @@ class HttpConfig:
         api_key: what clients must send as a bearer token; "" serves anyone.
         api_keys_file: TOML file of API keys with labels, weights and priorities; see the README.
         admin_key: bearer token for DELETE /v1/cache, beside API keys with admin = true; "" for none.
+        tool_format: how the model writes calls of functions: hermes, llama3, mistral, mistral-args, gemma, functiongemma or
+            none; auto takes what its chat template shows.
+        reasoning_format: how the model marks reasoning: think, mistral or gemma; none leaves it in the text; auto as above.
         drain_seconds: how long running requests may go on after SIGTERM.
         stall_seconds: how long a client may read nothing of an answer before it is dropped.
         ping_seconds: after so long without a chunk, a stream has a comment (": keep-alive"); 0 for none.
@@ -189,6 +192,8 @@ class HttpConfig:
     head_timeout: float = 20.0
     body_timeout: float = 30.0
     idle_timeout: float = 75.0
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
     drain_seconds: float = 30.0
     stall_seconds: float = 60.0
     ping_seconds: float = 15.0

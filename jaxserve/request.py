@@ -28,6 +28,7 @@ class FinishReason(enum.StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"  # the text layer's reading of a stop after calls; the engine knows no calls
     TIMEOUT = "timeout"
     ABORT = "abort"
     ERROR = "error"

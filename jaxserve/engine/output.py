@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.text_stream import TextDelta, TextStream
+from jaxserve.engine.tools.dialect import Reading, ReasoningCounter
+from jaxserve.engine.tools.parts import Part
 from jaxserve.request import FinishReason, Request, TokenEvent, TokenLogprobs
 
 
@@ -36,6 +38,7 @@ class OutputDelta:
         text: may be empty, while text is held back.
         tokens: those whose text has come out, if the request asked for log probabilities.
         finish_reason: set on the last delta. After a stop string the engine still has to be told to abort.
+        parts: what the text is made of, if it is read for that; the text is then as the model wrote it.
         stopped_by: on that delta, the stop string or the id of the stop token that ended the output; None for anything else.
     """
 
@@ -43,22 +46,24 @@ class OutputDelta:
     tokens: tuple[ShownToken, ...]
     finish_reason: FinishReason | None
     stopped_by: str | int | None = None
+    parts: tuple[Part, ...] | None = None
 
 
 class Output:
     """Reads the events of one request.
 
     Args:
-        shown_special: ids of special tokens whose names are text, also where the request wants none of them: what marks the
-            parts of an answer for whoever reads it.
+        reading: how the text is read as reasoning, answer and calls; None to leave it as it is.
 
     Attributes:
         num_tokens: output tokens so far, with the one that ended it, as usage counts them.
         finish_reason: None while it goes on.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, *, shown_special: frozenset[int] = frozenset()) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, reading: Reading | None = None) -> None:
         params = request.params
+        self._reader = None if reading is None else _Reader(reading, request.request_id)
+        shown_special = frozenset() if reading is None else tokenizer.ids_of(reading.markers)
         self._stream = TextStream(
             tokenizer,
             params.stop,
@@ -85,7 +90,7 @@ class Output:
         if self._wants_logprobs:
             self._unshown.extend(zip(tokens, event.logprobs[: len(tokens)], strict=True))
         delta = self._stream.push(tokens)
-        text, shown = delta.text, self._show(delta)
+        text, shown, offsets = delta.text, self._show(delta), delta.offsets
         stopped_by: str | int | None = delta.stop
         if delta.stopped:
             self.finish_reason = FinishReason.STOP
@@ -95,11 +100,46 @@ class Output:
             stopped_by = rest.stop or stop_token
             if rest.stopped:  # half a character became U+FFFD, which completed a stop string
                 self.finish_reason = FinishReason.STOP
-            text, shown = text + rest.text, shown + self._show(rest)
+            text, shown, offsets = text + rest.text, shown + self._show(rest), offsets + rest.offsets
         self.num_tokens = self._stream.num_tokens + (left_out and not delta.stopped)
-        return OutputDelta(text, shown, self.finish_reason, stopped_by)
+        if self._reader is None:
+            return OutputDelta(text, shown, self.finish_reason, stopped_by)
+        parts = self._reader.read(text, offsets, ended=self.finish_reason is not None)
+        if self.finish_reason is FinishReason.STOP and self._reader.ended_with_calls:
+            self.finish_reason = FinishReason.TOOL_CALLS
+        return OutputDelta(text, shown, self.finish_reason, stopped_by, parts)
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """How many of the tokens so far are reasoning; None if the output is not read for it."""
+        return None if self._reader is None else self._reader.num_reasoning_tokens
 
     def _show(self, delta: TextDelta) -> tuple[ShownToken, ...]:
         if not self._wants_logprobs:
             return ()
         return tuple(ShownToken(*self._unshown.popleft(), offset) for offset in delta.offsets)
+
+
+class _Reader:
+    """Reads one output's text as parts, and counts its tokens of reasoning."""
+
+    def __init__(self, reading: Reading, seed: str) -> None:
+        self._reading = reading
+        self._parser = reading.parser(seed)
+        self._counter = ReasoningCounter(self._parser)
+
+    def read(self, text: str, offsets: tuple[int, ...], *, ended: bool) -> tuple[Part, ...]:
+        """Further text, and the offsets of the tokens that it accounts for."""
+        parts = self._parser.push(text)
+        if ended:
+            parts += self._parser.finish()
+        self._counter.push(offsets)
+        return parts
+
+    @property
+    def ended_with_calls(self) -> bool:
+        return self._reading.ends_with_calls and self._parser.num_calls > 0
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        return None if self._reading.reasoning is None else self._counter.num_tokens

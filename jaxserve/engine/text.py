@@ -17,6 +17,7 @@ import tokenizers
 
 from jaxserve.engine.chat import ChatTemplate, Message, check_depth
 from jaxserve.engine.secret_names import SecretNames
+from jaxserve.engine.tools.dialect import choose_dialect
 from jaxserve.engine.vocab import read_vocabulary
 from jaxserve.errors import InvalidRequest, ModelLoadError
 
@@ -53,6 +54,7 @@ class Tokenizer:
         bos_token_id, eos_token_id: None where there is no such token.
         template: None without a chat template.
         rules: what conversations may hold.
+        dialect: how the model writes calls and reasoning.
 
     Raises:
         ModelLoadError: the text is no tokenizer, its decoder is not supported, or the template does not compile.
@@ -85,6 +87,8 @@ class Tokenizer:
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._names_in_template = (bos_token or "", eos_token or "")
         self.template = None if chat_template is None else _compile(chat_template, *self._names_in_template)
+        self._template_source = chat_template
+        self.dialect = choose_dialect(chat_template)
         self.rules = ChatRules()
         self.special_ids = frozenset(i for i, special in enumerate(self._vocabulary.special) if special)
         self._longest = max(1, *map(len, self._vocabulary.token_bytes))
@@ -96,6 +100,21 @@ class Tokenizer:
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(self._names.secret(token))
+
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """Ids of those of these texts that are special tokens."""
+        ids = (self._tokenizer.token_to_id(self._names.secret(token)) for token in tokens)
+        return frozenset(token_id for token_id in ids if token_id is not None) & self.special_ids
+
+    def with_formats(self, *, tool_format: str = "auto", reasoning_format: str = "auto") -> Tokenizer:
+        """The same vocabulary and template, with formats of calls and reasoning that are named and not found.
+
+        Raises:
+            ConfigError: there is no such format.
+        """
+        other = copy.copy(self)
+        other.dialect = choose_dialect(self._template_source, tool_format=tool_format, reasoning_format=reasoning_format)
+        return other
 
     def with_rules(self, rules: ChatRules) -> Tokenizer:
         """The same vocabulary and template under other rules."""
@@ -189,6 +208,10 @@ class Tokenizer:
         """The whole text that begins with `ids`; special tokens give none, invalid UTF-8 gives U+FFFD."""
         text = b"".join(map(self.text_bytes, ids)).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self._vocabulary.strips_leading_space else text
+
+    def spell(self, ids: Iterable[int]) -> str:
+        """The text of `ids` from anywhere in a sequence, special tokens by their names; invalid UTF-8 gives U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's own bytes, which need not be whole characters; a special token's are its name's."""

@@ -11,6 +11,8 @@ from typing import Protocol
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import Output, ShownToken
 from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.tools.dialect import Reading
+from jaxserve.engine.tools.parts import Part, merge
 from jaxserve.errors import EngineError
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import FinishReason, Request, TokenEvent, TokenLogprobs
@@ -36,6 +38,8 @@ class Completion:
 
     Attributes:
         text: without the stop token or stop string that ended it.
+        parts: what the text is made of, if it was read for that; the text is then as the model wrote it.
+        num_reasoning: tokens of reasoning, if it was read for it.
         token_ids: what was sampled, the token that ended the output included.
         finish_reason: stop, length, or error when the engine failed under the request.
         logprobs: one entry a token id if the request asked, else empty.
@@ -51,6 +55,13 @@ class Completion:
     shown: tuple[ShownToken, ...]
     num_prompt: int
     num_cached: int = 0
+    parts: tuple[Part, ...] | None = None
+    num_reasoning: int | None = None
+
+    @property
+    def content(self) -> str | tuple[Part, ...]:
+        """The text, or what it is made of if it was read for that."""
+        return self.text if self.parts is None else self.parts
 
 
 class Generation:
@@ -71,15 +82,18 @@ class Generation:
         """Requests that have not finished."""
         return len(self._live)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, reading: Reading | None = None) -> None:
         """Queue a request.
+
+        Args:
+            reading: how its output is read as reasoning, text and calls; None for text alone.
 
         Raises:
             InvalidRequest: it can never be served, or its id is live.
             EngineError: the engine is dead.
         """
         self._core.add(request)
-        self._live[request.request_id] = _Live(Output(request, self._tokenizer))
+        self._live[request.request_id] = _Live(Output(request, self._tokenizer, reading))
 
     def step(self) -> list[tuple[str, Completion]]:
         """One step of the engine; the outputs that it completed, with their request ids.
@@ -125,11 +139,14 @@ class _Live:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     shown: list[ShownToken] = field(default_factory=list)
+    parts: list[Part] | None = None
 
     def push(self, event: TokenEvent) -> None:
         delta = self.output.push(event)
         self.pieces.append(delta.text)
         self.shown.extend(delta.tokens)
+        if delta.parts is not None:
+            self.parts = [*(self.parts or ()), *delta.parts]
         self.token_ids.extend(event.tokens)
         self.logprobs.extend(event.logprobs)
 
@@ -144,4 +161,6 @@ class _Live:
             shown=tuple(self.shown),
             num_prompt=num_prompt,
             num_cached=num_cached,
+            parts=None if self.parts is None else merge(self.parts),
+            num_reasoning=self.output.num_reasoning_tokens,
         )

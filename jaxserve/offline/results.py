@@ -96,10 +96,12 @@ class Translator:
             created=CREATED,
             model=self._model_name,
             choices=shown_choices(
-                call, [(completion.text, completion.shown, completion.finish_reason) for completion in completions]
+                call,
+                [(completion.content, completion.shown, completion.finish_reason) for completion in completions],
             ),
             num_prompt=call.num_prompt_tokens,
             num_output=sum(len(completion.token_ids) for completion in completions),
+            num_reasoning=_num_reasoning(completions),
         )
         return self._batch_result(line, 200, body)
 
@@ -168,6 +170,11 @@ class Translator:
         asked = "prompt" if "prompt" in line.body else "messages"
         names = {"index": line.number - 1} | ({} if line.custom_id is None else {"custom_id": line.custom_id})
         return {"id": self._options.result_id(line.number), **names, asked: line.body[asked], **outcome}
+
+
+def _num_reasoning(completions: Sequence[Completion]) -> int | None:
+    counts = [completion.num_reasoning for completion in completions]
+    return None if counts[0] is None else sum(count or 0 for count in counts)
 
 
 def run_id_of(fingerprint: Mapping[str, Any]) -> str:

@@ -18,12 +18,13 @@ from typing import Any
 from aiohttp import web
 
 from jaxserve.engine.output import ShownToken
+from jaxserve.engine.tools.parts import Part, merge
 from jaxserve.errors import JaxserveError, RequestTimeout
 from jaxserve.request import FinishReason
 from jaxserve.server import wire
 from jaxserve.server.joining import Begun
 from jaxserve.server.middlewares import request_id_of
-from jaxserve.server.ranking import shown_choices
+from jaxserve.server.ranking import Content, shown_choices
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +50,18 @@ async def whole_body(begun: Begun, shape: wire.Shape, *, model_name: str) -> dic
     call, source = begun.call, begun.source
     num_outputs = len(call.requests)
     texts: list[list[str]] = [[] for _ in range(num_outputs)]
+    parts: list[list[Part]] = [[] for _ in range(num_outputs)]
     tokens: list[list[ShownToken]] = [[] for _ in range(num_outputs)]
     reasons: list[FinishReason] = [FinishReason.STOP] * num_outputs
     while deltas := await source.read():
         for index, delta in deltas:
             texts[index].append(delta.text)
+            parts[index].extend(delta.parts or ())
             tokens[index].extend(delta.tokens)
             if delta.finish_reason is not None:
                 reasons[index] = delta.finish_reason
-    outputs = [("".join(texts[index]), tokens[index], reasons[index]) for index in range(num_outputs)]
+    contents: list[Content] = list(map("".join, texts)) if call.reading is None else list(map(merge, parts))
+    outputs = list(zip(contents, tokens, reasons, strict=True))
     return wire.whole(
         shape,
         call_id=call.call_id,
@@ -67,6 +71,7 @@ async def whole_body(begun: Begun, shape: wire.Shape, *, model_name: str) -> dic
         num_prompt=call.num_prompt_tokens,
         num_output=source.num_output,
         num_cached=source.num_cached,
+        num_reasoning=source.num_reasoning,
     )
 
 
@@ -137,18 +142,19 @@ class Answer:
             obfuscate=call.obfuscates,
         )
         if call.continuous_usage:
-            writer.count(call.num_prompt_tokens, 0, 0)
+            writer.count(call.num_prompt_tokens, 0, 0, source.num_reasoning)
         opening = b"".join(map(writer.opening, range(len(call.requests))))
         if opening:
             await self._write(response, opening)
         while deltas := await source.read():
             if call.continuous_usage:
-                writer.count(call.num_prompt_tokens, source.num_output, source.num_cached)
+                writer.count(call.num_prompt_tokens, source.num_output, source.num_cached, source.num_reasoning)
             chunks = b"".join([writer.delta(index, delta) for index, delta in deltas])
             if chunks:
                 await self._write(response, chunks)
         if call.include_usage:
-            await self._write(response, writer.usage(call.num_prompt_tokens, source.num_output, source.num_cached))
+            usage = writer.usage(call.num_prompt_tokens, source.num_output, source.num_cached, source.num_reasoning)
+            await self._write(response, usage)
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
         """Write, which waits only while the client reads more slowly than we write; `connections` drops it if it stalls."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.tools.dialect import Reading
 from jaxserve.errors import InvalidRequest, ModelNotFound
 from jaxserve.request import INTERACTIVE_PRIORITY, PRIORITY_NAMES, Request, SamplingParams
 from jaxserve.server.schema.common import GenerationRequest, StreamOptions
@@ -38,6 +39,7 @@ class Call:
         obfuscates: whether chunks are filled up to lengths that say little of their text.
         priority: of the requests if the body has one, else None.
         timeout: seconds that the whole answer may take, or None.
+        reading: how answers are read as reasoning, text and calls; None for text alone.
     """
 
     call_id: str
@@ -52,6 +54,7 @@ class Call:
     obfuscates: bool = False
     priority: int | None = None
     timeout: float | None = None
+    reading: Reading | None = None
 
 
 def check_model(wanted: str, model: str) -> None:

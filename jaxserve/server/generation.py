@@ -19,7 +19,7 @@ class Generation:
         self._stream = stream
         self._clock = clock
         self._metrics = metrics
-        self._outputs = [Output(request, tokenizer) for request in call.requests]
+        self._outputs = [Output(request, tokenizer, call.reading) for request in call.requests]
         self._num_cached = [0] * len(call.requests)
         self._num_candidates = call.num_candidates
         self._index_of = {request.request_id: index for index, request in enumerate(call.requests)}
@@ -53,3 +53,9 @@ class Generation:
     def num_output(self) -> int:
         """Output tokens of all choices so far."""
         return sum(output.num_tokens for output in self._outputs)
+
+    @property
+    def num_reasoning(self) -> int | None:
+        """Output tokens of all choices so far that are reasoning; None if they are not read for it."""
+        counts = [output.num_reasoning_tokens for output in self._outputs]
+        return sum(count or 0 for count in counts) if counts and counts[0] is not None else None

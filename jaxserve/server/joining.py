@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jaxserve.engine.output import OutputDelta
+from jaxserve.engine.tools.parts import merge as merge_parts
 from jaxserve.errors import EngineError, KeyReused
 from jaxserve.server.call import Call
 
@@ -29,6 +30,8 @@ class Source(Protocol):
     def num_output(self) -> int: ...
     @property
     def num_cached(self) -> int: ...
+    @property
+    def num_reasoning(self) -> int | None: ...
     async def read(self) -> Deltas: ...
 
 
@@ -74,6 +77,8 @@ def _merge(parts: list[OutputDelta]) -> OutputDelta:
         "".join([part.text for part in parts]),
         tuple(token for part in parts for token in part.tokens),
         parts[-1].finish_reason,
+        parts[-1].stopped_by,
+        None if parts[-1].parts is None else merge_parts(part for delta in parts for part in delta.parts or ()),
     )
 
 
@@ -163,6 +168,11 @@ class Reader:
     def num_cached(self) -> int:
         """Prompt tokens that were not computed."""
         return 0 if self._shared._begun is None else self._shared._begun.source.num_cached
+
+    @property
+    def num_reasoning(self) -> int | None:
+        """Output tokens that are reasoning, so far; None if the answer is not read for it."""
+        return None if self._shared._begun is None else self._shared._begun.source.num_reasoning
 
     async def read(self) -> Deltas:
         """What this reader has not seen yet, at most one delta a choice; empty once every choice has ended.

@@ -5,10 +5,12 @@ Owns what their fields mean. Which there are and what values they may have is in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.tools.dialect import Reading
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.call import MAX_SEQUENCES, Call, check_may_fit, check_model, make_call, sampling_params
 from jaxserve.server.messages import check_shown, read_messages
@@ -17,6 +19,8 @@ from jaxserve.server.schema.completions import CompletionRequest
 from jaxserve.server.schema.decoding import check_depth, decode, invalid, unknown_field
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_OPENING_TOKENS = 32
+"""Tokens, from the end of a prompt, that a tag which opens reasoning can take with the white space after it."""
 
 TEMPLATE_VARIABLES_NOT_OPEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 
@@ -63,7 +67,16 @@ def parse_chat(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int
         check_may_fit(f"messages[{i}].content", message["content"], tokenizer, max_context)
     variables = _template_variables(body, tokenizer)
     check_shown(messages, lambda probe: tokenizer.render_chat(probe, **variables))
-    return make_call(body, [tokenizer.encode_chat(messages, **variables)], params, call_id)
+    prompt = tokenizer.encode_chat(messages, **variables)
+    return replace(make_call(body, [prompt], params, call_id), reading=_reading(tokenizer, prompt))
+
+
+def _reading(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reading | None:
+    """How answers to `prompt` are read."""
+    reasoning = tokenizer.dialect.reasoning
+    if reasoning is None:
+        return None
+    return Reading(reasoning=reasoning, opened=reasoning.opened_by(tokenizer.spell(prompt[-MAX_OPENING_TOKENS:])))
 
 
 def _encode_prompts(prompt: str | list[Any], tokenizer: Tokenizer, max_context: int) -> list[list[int]]:

@@ -6,13 +6,17 @@ import math
 from collections.abc import Sequence
 
 from jaxserve.engine.output import ShownToken
+from jaxserve.engine.tools.parts import Part
 from jaxserve.request import FinishReason
 from jaxserve.server.call import Call
 
-Choice = tuple[str, Sequence[ShownToken], FinishReason]
-"""An output: its text, its tokens if they have log probabilities, and why it ended."""
+Content = str | Sequence[Part]
+"""An output's text, or what it is made of if it is read for that."""
 
-ShownChoice = tuple[str, Sequence[ShownToken] | None, FinishReason]
+Choice = tuple[Content, Sequence[ShownToken], FinishReason]
+"""An output: its content, its tokens if they have log probabilities, and why it ended."""
+
+ShownChoice = tuple[Content, Sequence[ShownToken] | None, FinishReason]
 """The same as it is given: None in place of log probabilities that nobody asked for."""
 
 
@@ -27,7 +31,7 @@ def shown_choices(call: Call, outputs: Sequence[Choice]) -> list[ShownChoice]:
     if each > n:
         groups = [outputs[start : start + each] for start in range(0, len(outputs), each)]
         kept = [output for group in groups for output in sorted(group, key=_mean_logprob, reverse=True)[:n]]
-    return [(text, tokens if call.shows_logprobs else None, reason) for text, tokens, reason in kept]
+    return [(content, tokens if call.shows_logprobs else None, reason) for content, tokens, reason in kept]
 
 
 def _mean_logprob(output: Choice) -> float:

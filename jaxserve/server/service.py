@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from jaxserve.config import HttpConfig
 from jaxserve.engine.async_engine import AsyncEngine, Core
 from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.tools.dialect import choose_dialect
 from jaxserve.errors import EngineError, NotReady
 from jaxserve.host.admission import Admission
 from jaxserve.plan import RunnerLimits
@@ -78,10 +79,11 @@ class Service:
         load_error: why loading failed, or None.
 
     Raises:
-        ConfigError: the API keys cannot be read.
+        ConfigError: the API keys cannot be read, or there is no such format of calls or reasoning.
     """
 
     def __init__(self, config: HttpConfig) -> None:
+        choose_dialect(None, tool_format=config.tool_format, reasoning_format=config.reasoning_format)
         self.config = config
         self.metrics = Metrics()
         self.keys = load_keys(config)
@@ -97,6 +99,10 @@ class Service:
         except Exception as error:
             self.load_error = error
             return
+        tokenizer = parts.tokenizer.with_formats(
+            tool_format=self.config.tool_format, reasoning_format=self.config.reasoning_format
+        )
+        logger.info("%s", tokenizer.dialect)
         admission = Admission(
             parts.limits,
             max_queue_requests=self.config.max_queue_requests,
@@ -114,7 +120,7 @@ class Service:
             max_output_tokens=self.config.max_output_tokens,
             max_seconds=self.config.request_timeout,
         )
-        self._model = Model(parts.model_name, parts.tokenizer, engine, terms, int(now()))
+        self._model = Model(parts.model_name, tokenizer, engine, terms, int(now()))
         logger.info("ready: serving %s", parts.model_name)
 
     @property

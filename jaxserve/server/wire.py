@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxserve.engine.output import OutputDelta, ShownToken
 from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.tools.parts import CallArguments, CallBegin, Part, Reasoning, Text
 from jaxserve.errors import JaxserveError, QueueFull, RequestError, RequestTimeout, Unauthorized
 from jaxserve.request import FinishReason
 
@@ -53,8 +54,12 @@ class Shape:
         """The part of a choice that a stream ends with, beside its finish reason."""
         raise NotImplementedError
 
-    def message(self, text: str) -> dict[str, Any]:
-        """The part of a choice that holds its whole text."""
+    def message(self, content: str | Sequence[Part]) -> dict[str, Any]:
+        """The part of a choice that holds all that was said."""
+        raise NotImplementedError
+
+    def spell(self, part: Part) -> tuple[str, str, str]:
+        """A part in a choice of a chunk: the text that grows with the part, and what comes before and after it."""
         raise NotImplementedError
 
     def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
@@ -87,8 +92,12 @@ class CompletionShape(Shape):
     def ending(self) -> dict[str, Any]:
         return {"text": ""}
 
-    def message(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def message(self, content: str | Sequence[Part]) -> dict[str, Any]:
+        assert isinstance(content, str), "completions are not read as parts"
+        return {"text": content}
+
+    def spell(self, part: Part) -> tuple[str, str, str]:
+        raise AssertionError("completions are not read as parts")
 
     def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
         """Lists by token. The chosen token is always among `top_logprobs`; of tokens spelled alike the likeliest is."""
@@ -120,8 +129,30 @@ class ChatShape(Shape):
     def ending(self) -> dict[str, Any]:
         return {"delta": {}}
 
-    def message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def message(self, content: str | Sequence[Part]) -> dict[str, Any]:
+        if isinstance(content, str):
+            return {"message": {"role": "assistant", "content": content, "refusal": None}}
+        text = "".join(part.text for part in content if isinstance(part, Text))
+        reasoning = "".join(part.text for part in content if isinstance(part, Reasoning))
+        calls = _calls(content)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+    def spell(self, part: Part) -> tuple[str, str, str]:
+        match part:
+            case Text(text):
+                return text, self._chunk_before, self._chunk_after
+            case Reasoning(text):
+                return text, '"delta":{"reasoning_content":', "}"
+            case CallBegin(index, call_id, name):
+                call = f'"index":{index},"id":{_quote(call_id)},"type":"function","function":{{"name":{_quote(name)}'
+                return "", f'"delta":{{"tool_calls":[{{{call},"arguments":', "}}]}"
+            case CallArguments(index, fragment):
+                return fragment, f'"delta":{{"tool_calls":[{{"index":{index},"function":{{"arguments":', "}}]}"
 
     def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
         """A list of tokens, each with its alternatives and its own bytes."""
@@ -137,14 +168,38 @@ class ChatShape(Shape):
         return {"token": self.token_text(token_id), "logprob": _number(logprob), "bytes": list(data)}
 
 
+def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The calls among the parts of an answer."""
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, CallBegin):
+            calls.append({"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+        elif isinstance(part, CallArguments):
+            calls[part.index]["function"]["arguments"] += part.fragment
+    return calls
+
+
 def _number(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int | None = None) -> dict[str, Any]:
-    """Token counts of a whole answer; `num_cached` prompt tokens were not computed, if that is to be told."""
-    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
-    return counts if num_cached is None else counts | {"prompt_tokens_details": {"cached_tokens": num_cached}}
+def usage(num_prompt: int, num_output: int, num_cached: int | None = None, num_reasoning: int | None = None) -> dict[str, Any]:
+    """Token counts of a whole answer.
+
+    Args:
+        num_cached: prompt tokens that were not computed, if that is to be told.
+        num_reasoning: output tokens that are reasoning, if the answer was read for it.
+    """
+    counts: dict[str, Any] = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+    }
+    if num_cached is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": num_cached}
+    if num_reasoning is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return counts
 
 
 def whole(
@@ -153,12 +208,13 @@ def whole(
     call_id: str,
     created: int,
     model: str,
-    choices: Sequence[tuple[str, Sequence[ShownToken] | None, FinishReason]],
+    choices: Sequence[tuple[str | Sequence[Part], Sequence[ShownToken] | None, FinishReason]],
     num_prompt: int,
     num_output: int,
     num_cached: int | None = None,
+    num_reasoning: int | None = None,
 ) -> dict[str, Any]:
-    """An answer that is not streamed. `choices` are (text, tokens if log probabilities were asked for, why it ended)."""
+    """An answer that is not streamed. `choices` are (content, tokens if log probabilities were asked for, why it ended)."""
     return {
         "id": call_id,
         "object": shape.whole_object,
@@ -166,11 +222,11 @@ def whole(
         "model": model,
         "choices": [
             {"index": index}
-            | shape.message(text)
+            | shape.message(content)
             | {"logprobs": None if tokens is None else shape.logprobs(tokens), "finish_reason": reason.value}
-            for index, (text, tokens, reason) in enumerate(choices)
+            for index, (content, tokens, reason) in enumerate(choices)
         ],
-        "usage": usage(num_prompt, num_output, num_cached),
+        "usage": usage(num_prompt, num_output, num_cached, num_reasoning),
     }
 
 
@@ -201,7 +257,6 @@ class ChunkWriter:
         around = [shape.chunk_around_text(index) for index in range(num_choices)]
         self._before = [self._head + before for before, _ in around]
         self._after = around[0][1]
-        self._no_logprobs = f'{self._after}null,"finish_reason":null}}]'
 
     def opening(self, index: int) -> bytes:
         """The chunk that choice `index` begins with; none for completions."""
@@ -209,27 +264,48 @@ class ChunkWriter:
         return b"" if part is None else self._choice({"index": index, **part, "logprobs": None, "finish_reason": None})
 
     def delta(self, index: int, delta: OutputDelta) -> bytes:
-        """The chunks for `delta`: its text, unless there is nothing to say, and the end, if it is one."""
+        """The chunks for `delta`: its text or its parts, unless there is nothing to say, and the end, if it is one."""
         chunks = b""
-        if delta.text or delta.tokens:
-            text, after = _quote(delta.text), self._no_logprobs
-            if delta.tokens:
-                after = f'{self._after}{_dumps(self._shape.logprobs(delta.tokens))},"finish_reason":null}}]'
-            if self._filling:
-                after += f',"obfuscation":"{self._filling[: -(len(text) + len(after)) % FILL]}"'
-            chunks = (self._before[index] + text + after + self._end).encode()
+        if delta.parts:
+            chunks = self._parts(index, delta.parts, delta.tokens)
+        elif delta.tokens or (delta.text and delta.parts is None):
+            chunks = self._text(index, delta.text if delta.parts is None else "", delta.tokens)
         if delta.finish_reason is not None:
             part = {"index": index, **self._shape.ending(), "logprobs": None, "finish_reason": delta.finish_reason.value}
             chunks += self._choice(part)
         return chunks
 
-    def usage(self, num_prompt: int, num_output: int, num_cached: int) -> bytes:
-        """The usage chunk, which has no choices."""
-        return f'{self._head}],"usage":{_dumps(usage(num_prompt, num_output, num_cached))}}}\n\n'.encode()
+    def _parts(self, index: int, parts: Sequence[Part], tokens: Sequence[ShownToken]) -> bytes:
+        """A chunk for each part; log probabilities come with the first."""
+        chunks = []
+        for part in parts:
+            if isinstance(part, Text):
+                chunks.append(self._text(index, part.text, tokens))
+            else:
+                text, before, after = self._shape.spell(part)
+                chunks.append(self._chunk(f'{self._head}{{"index":{index},{before}', text, after + ',"logprobs":', tokens))
+            tokens = ()
+        return b"".join(chunks)
 
-    def count(self, num_prompt: int, num_output: int, num_cached: int) -> None:
+    def _text(self, index: int, text: str, tokens: Sequence[ShownToken]) -> bytes:
+        return self._chunk(self._before[index], text, self._after, tokens)
+
+    def _chunk(self, before: str, text: str, after: str, tokens: Sequence[ShownToken]) -> bytes:
+        quoted = _quote(text)
+        logprobs = _dumps(self._shape.logprobs(tokens)) if tokens else "null"
+        after = f'{after}{logprobs},"finish_reason":null}}]'
+        if self._filling:
+            after += f',"obfuscation":"{self._filling[: -(len(quoted) + len(after)) % FILL]}"'
+        return f"{before}{quoted}{after}{self._end}".encode()
+
+    def usage(self, num_prompt: int, num_output: int, num_cached: int, num_reasoning: int | None = None) -> bytes:
+        """The usage chunk, which has no choices."""
+        counts = usage(num_prompt, num_output, num_cached, num_reasoning)
+        return f'{self._head}],"usage":{_dumps(counts)}}}\n\n'.encode()
+
+    def count(self, num_prompt: int, num_output: int, num_cached: int, num_reasoning: int | None = None) -> None:
         """Put this usage, which is that so far, into the chunks to come."""
-        self._end = f',"usage":{_dumps(usage(num_prompt, num_output, num_cached))}}}\n\n'
+        self._end = f',"usage":{_dumps(usage(num_prompt, num_output, num_cached, num_reasoning))}}}\n\n'
 
     def _choice(self, part: dict[str, Any]) -> bytes:
         return f"{self._head}{_dumps(part)}]{self._end}".encode()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.engine.output import Output, OutputDelta, ShownToken
+from jaxserve.engine.tools.dialect import Reading
+from jaxserve.engine.tools.formats import TOOL_FORMATS
+from jaxserve.engine.tools.parts import CallBegin, Reasoning, Text, merge
+from jaxserve.engine.tools.reasoning import ReasoningFormat
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from tests.engine import tiny_tokenizers as tiny
 
@@ -30,13 +36,17 @@ def event(ids: list[int], reason: FinishReason | None = None, *, num_output: int
 def run(wanted: Request, ids: list[int], reason: FinishReason, sizes: list[int]) -> tuple[Output, list[OutputDelta]]:
     """Push `ids` in groups, the last of which ends with `reason`."""
     output = Output(wanted, TOKENIZER)
+    return output, push_all(output, ids, reason, sizes)
+
+
+def push_all(output: Output, ids: list[int], reason: FinishReason, sizes: list[int]) -> list[OutputDelta]:
     deltas: list[OutputDelta] = []
     position = 0
     while output.finish_reason is None:
         size = sizes[len(deltas) % len(sizes)] if sizes else 1
         group, position = ids[position : position + size], position + size
         deltas.append(output.push(event(group, reason if position >= len(ids) else None)))
-    return output, deltas
+    return deltas
 
 
 def test_the_stop_token_is_counted_and_not_shown() -> None:
@@ -70,10 +80,61 @@ def test_the_stop_token_s_text_may_stay(eos: int, params: dict[str, bool], expec
     assert output.num_tokens == len(ids)
 
 
-def test_some_special_tokens_are_shown_to_whoever_reads_the_text() -> None:
-    output = Output(request(), TOKENIZER, shown_special=frozenset({tiny.IM_START_ID}))
+MARKED = Reading(reasoning=ReasoningFormat("marked", "<|im_start|>", "<|endoftext|>"))
+"""Reasoning between special tokens, as some models have it."""
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [2, 1]])
+def test_what_marks_the_parts_of_an_output_is_read_also_where_it_is_special(sizes: list[int]) -> None:
+    ids = [tiny.IM_START_ID, *encode("hello"), tiny.EOS_ID, *encode("world"), EOS]
+    output = Output(request(), TOKENIZER, MARKED)
+    deltas = push_all(output, ids, FinishReason.STOP, sizes)
+    assert merge(part for delta in deltas for part in delta.parts or ()) == (Reasoning("hello"), Text("world"))
+    assert output.num_reasoning_tokens == 2 + len(encode("hello"))
+    assert output.finish_reason is FinishReason.STOP
+
+
+def test_an_output_that_is_not_read_has_no_parts() -> None:
+    output = Output(request(), TOKENIZER)
     delta = output.push(event([tiny.IM_START_ID, tiny.EOS_ID, *encode("hello"), EOS], FinishReason.STOP))
-    assert delta == OutputDelta("<|im_start|>hello", (), FinishReason.STOP, EOS)
+    assert delta == OutputDelta("hello", (), FinishReason.STOP, EOS)
+    assert output.num_reasoning_tokens is None
+
+
+HERMES = Reading(tools=TOOL_FORMATS["hermes"], names=frozenset({"f"}))
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "ending", "named", "expected"),
+    [
+        (CALL, FinishReason.STOP, False, FinishReason.TOOL_CALLS),
+        (CALL, FinishReason.STOP, True, FinishReason.STOP),
+        (CALL, FinishReason.LENGTH, False, FinishReason.LENGTH),
+        (CALL[:-20], FinishReason.LENGTH, False, FinishReason.LENGTH),
+        (CALL[:15], FinishReason.STOP, False, FinishReason.STOP),
+        ("hello", FinishReason.STOP, False, FinishReason.STOP),
+    ],
+)
+def test_an_output_that_stops_after_calls_ends_for_their_sake(
+    text: str, ending: FinishReason, named: bool, expected: FinishReason
+) -> None:
+    reading = replace(HERMES, ends_with_calls=not named)
+    output = Output(request(), TOKENIZER, reading)
+    ids = encode(text) + ([EOS] if ending is FinishReason.STOP else [])
+    deltas = push_all(output, ids, ending, [3])
+    assert output.finish_reason is expected
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [expected]
+
+
+def test_ids_of_calls_follow_from_the_request() -> None:
+    def first(request_id: str) -> str:
+        output = Output(Request(request_id=request_id, prompt=(1,)), TOKENIZER, HERMES)
+        (begin, _) = output.push(event([*encode(CALL), EOS], FinishReason.STOP)).parts or ()
+        assert isinstance(begin, CallBegin)
+        return begin.call_id
+
+    assert first("a") == first("a") != first("b")
 
 
 @pytest.mark.parametrize(("include", "expected"), [(False, "x hel"), (True, "x hello w")])

@@ -24,17 +24,18 @@ class Calls:
 
     Attributes:
         names: of the functions that there are.
-        make_id: called for each call.
+        make_id: the id of the call with this number.
     """
 
     names: frozenset[str]
-    make_id: Callable[[], str]
+    make_id: Callable[[int], str]
     num_calls: int = 0
 
     def begin(self, name: str) -> CallBegin:
         """The next call."""
+        index = self.num_calls
         self.num_calls += 1
-        return CallBegin(self.num_calls - 1, self.make_id(), name)
+        return CallBegin(index, self.make_id(index), name)
 
     def arguments(self, fragment: str) -> CallArguments:
         """Arguments of the call that began last."""

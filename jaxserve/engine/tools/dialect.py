@@ -6,7 +6,6 @@ neither requests nor how an API shapes the parts.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +14,6 @@ from jaxserve.engine.tools.feed import Feed, Parse, Parser, read_all
 from jaxserve.engine.tools.formats import TOOL_FORMATS, ToolFormat, find_tool_format
 from jaxserve.engine.tools.reasoning import REASONING_FORMATS, ReasoningFormat, find_reasoning_format
 from jaxserve.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +30,13 @@ class Dialect:
     reasoning: ReasoningFormat | None = None
     single_call: bool = False
 
+    def __str__(self) -> str:
+        tools, reasoning = self.tools, self.reasoning
+        return f"tool calls: {tools.name if tools else 'none'}; reasoning: {reasoning.name if reasoning else 'none'}"
+
 
 def choose_dialect(template: str | None, *, tool_format: str = "auto", reasoning_format: str = "auto") -> Dialect:
-    """The formats that the chat template's text shows, unless they are named; said once in the log.
+    """The formats that the chat template's text shows, unless they are named.
 
     Args:
         tool_format, reasoning_format: "auto", "none" or a name.
@@ -46,14 +47,6 @@ def choose_dialect(template: str | None, *, tool_format: str = "auto", reasoning
     source = template or ""
     tools = _choose("tool_format", tool_format, TOOL_FORMATS, find_tool_format(source))
     reasoning = _choose("reasoning_format", reasoning_format, REASONING_FORMATS, find_reasoning_format(source))
-    logger.info(
-        "tool calls: %s (%s); reasoning: %s (%s)",
-        *(tools.name if tools else "none", "from the chat template" if tool_format == "auto" else "as configured"),
-        *(
-            reasoning.name if reasoning else "none",
-            "from the chat template" if reasoning_format == "auto" else "as configured",
-        ),
-    )
     return Dialect(tools, reasoning, single_call="single tool-calls" in source)
 
 
@@ -76,12 +69,14 @@ class Reading:
         names: of the functions that may be called.
         reasoning: None to leave reasoning in the text.
         opened: whether the prompt has opened the reasoning.
+        ends_with_calls: whether an answer that stops after calls ended for their sake.
     """
 
     tools: ToolFormat | None = None
     names: frozenset[str] = frozenset()
     reasoning: ReasoningFormat | None = None
     opened: bool = False
+    ends_with_calls: bool = True
 
     @property
     def markers(self) -> frozenset[str]:
@@ -89,9 +84,13 @@ class Reading:
         formats = (self.tools, self.reasoning)
         return frozenset(marker for format in formats if format is not None for marker in format.markers)
 
-    def parser(self) -> AnswerParser:
-        """A parser for one answer."""
-        return AnswerParser(self)
+    def parser(self, seed: str) -> AnswerParser:
+        """A parser for one answer.
+
+        Args:
+            seed: what no other answer has; its calls get their ids from it.
+        """
+        return AnswerParser(self, seed)
 
 
 class AnswerParser(Parser):
@@ -102,8 +101,10 @@ class AnswerParser(Parser):
             goes on or may yet begin.
     """
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, seed: str) -> None:
         self._reading = reading
+        make_id = reading.tools.make_id if reading.tools is not None else str
+        self._calls = Calls(reading.names, lambda index: make_id(f"{seed} {index}"))
         self.reasoning_end: int | None = None
         super().__init__(self._read)
 
@@ -115,7 +116,12 @@ class AnswerParser(Parser):
         if reading.tools is None:
             yield from read_all(feed)
         else:
-            yield from reading.tools.read(feed, Calls(reading.names, reading.tools.make_id))
+            yield from reading.tools.read(feed, self._calls)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        return self._calls.num_calls
 
 
 class ReasoningCounter:

@@ -5,7 +5,7 @@ Owns how each format spells a call, for grammars and for the parsers' choice. Kn
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from jaxserve.engine.tools.calls import Calls, quoted
 from jaxserve.engine.tools.feed import Feed, Parse
 
 
-def _make_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+def _make_id(seed: str) -> str:
+    return f"call_{hashlib.sha256(seed.encode()).hexdigest()[:24]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class ToolFormat:
     Attributes:
         read: the parser of an answer that may have calls.
         markers: texts that are control tokens in some vocabularies; the parser has to see them.
-        make_id: for a call's id.
+        make_id: a call's id from a text that no other call has.
     """
 
     name: str
     read: Callable[[Feed, Calls], Parse]
     markers: tuple[str, ...]
     syntax: Syntax
-    make_id: Callable[[], str] = _make_id
+    make_id: Callable[[str], str] = _make_id
 
 
 def _gemma(name: str, tokens: gemma.Tokens) -> ToolFormat:

@@ -7,8 +7,8 @@ other form has them too late, after the arguments.
 
 from __future__ import annotations
 
+import hashlib
 import re
-import secrets
 import string
 from collections.abc import Generator
 
@@ -26,9 +26,10 @@ _NAME = re.compile(r"[^\s\[\]{}]+")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
-def make_id() -> str:
+def make_id(seed: str) -> str:
     """A call's id as Mistral's templates want it."""
-    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+    digest = hashlib.sha256(seed.encode()).digest()
+    return "".join(_ID_CHARACTERS[byte % len(_ID_CHARACTERS)] for byte in digest[:9])
 
 
 def read(feed: Feed, calls: Calls) -> Parse:

@@ -1,10 +1,8 @@
-"""Reading an answer in pieces, with call ids that count, for tests."""
+"""Reading an answer in pieces, for tests."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 from jaxserve.engine.tools.dialect import Reading
 from jaxserve.engine.tools.formats import TOOL_FORMATS
@@ -14,13 +12,12 @@ NAMES = frozenset({"get_weather", "f", "math.add"})
 
 
 def tool_reading(name: str) -> Reading:
-    ids = itertools.count()
-    return Reading(tools=replace(TOOL_FORMATS[name], make_id=lambda: f"id{next(ids)}"), names=NAMES)
+    return Reading(tools=TOOL_FORMATS[name], names=NAMES)
 
 
 def read(reading: Reading, text: str, cuts: Sequence[int] = ()) -> tuple[Part, ...]:
     """All parts of `text`, pushed in pieces that end at `cuts`; neighbours of a kind are merged."""
-    parser = reading.parser()
+    parser = reading.parser("answer")
     parts: list[Part] = []
     start = 0
     for end in [*sorted(cut for cut in cuts if cut <= len(text)), len(text)]:

@@ -215,7 +215,7 @@ def test_of_calls_cut_short_the_beginning_comes(
 
 def test_arguments_come_as_they_are_written() -> None:
     """Not at the end of the call: a client shows them growing."""
-    parser = tool_reading("hermes").parser()
+    parser = tool_reading("hermes").parser("answer")
     parser.push('<tool_call>{"name": "f", "arguments": ')
     assert parser.push('{"a": "long') == (CallArguments(0, '{"a": "long'),)
     assert parser.push(" text") == (CallArguments(0, " text"),)
