@@ -166,6 +166,10 @@ class HttpConfig:
         tool_format: how the model writes calls of functions: hermes, llama3, mistral, mistral-args, gemma, functiongemma or
             none; auto takes what its chat template shows.
         reasoning_format: how the model marks reasoning: think, mistral or gemma; none leaves it in the text; auto as above.
+        special_tokens_in_messages: what spells a special token in a message, such as <|im_end|>, is one; otherwise it is text,
+            and only the chat template writes special tokens.
+        trust_request_chat_template: requests may bring a chat template of their own. It runs in a sandbox and in bounded time,
+            but can take much memory.
         drain_seconds: how long running requests may go on after SIGTERM.
         stall_seconds: how long a client may read nothing of an answer before it is dropped.
         ping_seconds: after so long without a chunk, a stream has a comment (": keep-alive"); 0 for none.
@@ -194,6 +198,8 @@ class HttpConfig:
     idle_timeout: float = 75.0
     tool_format: str = "auto"
     reasoning_format: str = "auto"
+    special_tokens_in_messages: bool = False
+    trust_request_chat_template: bool = False
     drain_seconds: float = 30.0
     stall_seconds: float = 60.0
     ping_seconds: float = 15.0

@@ -67,6 +67,7 @@ class ChatTemplate:
         now: what `strftime_now` tells the template.
 
     Attributes:
+        source: as it was given.
         variables: names that the template reads and does not set, such as `messages` or `enable_thinking`.
         literals: strings that the template is made of, among them roles that it compares with.
 
@@ -77,6 +78,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, bos_token: str = "", eos_token: str = "", now: Callable[[], datetime] = datetime.now
     ) -> None:
+        self.source = source
         env = environment(now)
         bounds = _Bounds(env)
         env.extensions[bounds.identifier] = bounds

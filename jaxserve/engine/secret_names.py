@@ -24,6 +24,7 @@ class SecretNames:
         self._secret = {token: f"\ue000{nonce}-{i}\ue001" for i, token in enumerate(special)}
         self._shield = {token: f"\ue002{nonce}-{i}\ue003" for i, token in enumerate(special)}
         self._special = tuple(special)
+        self._public = {secret: token for token, secret in self._secret.items()}
         longest_first = sorted((token for token in special if token), key=len, reverse=True)
         self._find = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         # Also as JSON in ASCII spells it, for templates that quote content so.
@@ -51,6 +52,10 @@ class SecretNames:
 
     def secret(self, token: str) -> str:
         return self._secret.get(token, token)
+
+    def public(self, name: str) -> str:
+        """What `secret` made `name` of."""
+        return self._public.get(name, name)
 
     def to_secret(self, text: str) -> str:
         """`text` with every special token under its secret name."""

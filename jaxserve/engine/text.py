@@ -51,6 +51,7 @@ class Tokenizer:
     Attributes:
         vocab_size: one more than the highest id.
         special_ids: of control tokens, which are not text.
+        add_bos: whether prompts begin with BOS.
         bos_token_id, eos_token_id: None where there is no such token.
         template: None without a chat template.
         rules: what conversations may hold.
@@ -84,6 +85,7 @@ class Tokenizer:
         self.eos_token_id = self._id_of(eos_token)
         if add_bos and self.bos_token_id is None:
             raise ModelLoadError(f"tokenizer: prompts begin with {bos_token!r}, which is not in the vocabulary")
+        self.add_bos = add_bos
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._names_in_template = (bos_token or "", eos_token or "")
         self.template = None if chat_template is None else _compile(chat_template, *self._names_in_template)
@@ -184,29 +186,45 @@ class Tokenizer:
         """
         return self.template_for(chat_template).render(messages, **options)
 
-    def encode_chat(self, messages: Sequence[Message], *, add_special_tokens: bool = False, **options: Any) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_special_tokens: bool = False,
+        check: Callable[[str], None] = lambda _: None,
+        **options: Any,
+    ) -> list[int]:
         """Ids of the conversation. Special tokens come from the template alone, unless `rules` say otherwise.
 
         Args:
             add_special_tokens: begin with BOS if the model wants one, whether or not the template wrote it.
+            check: called with the text, to refuse it before it is encoded.
             options: as `render_chat` takes them.
 
         Raises:
             InvalidRequest: as `render_chat`, or as `encode`.
         """
         if self.rules.special_tokens_in_messages:
-            text = self._names.to_secret(self.render_chat(messages, **options))
+            rendered = self.render_chat(messages, **options)
+            check(rendered)
+            text = self._names.to_secret(rendered)
         else:
             check_depth(messages=messages, **options)
             template = options.pop("chat_template", None)
-            shielded = self.render_chat(self._names.shield(messages), chat_template=template, **self._names.shield(options))
-            text = self._names.unshield(self._names.to_secret(shielded))
+            rendered = self.render_chat(self._names.shield(messages), chat_template=template, **self._names.shield(options))
+            check(self._names.unshield(rendered))
+            text = self._names.unshield(self._names.to_secret(rendered))
         ids = self._encode(text)
         return self._with_prefix(ids) if add_special_tokens else ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The whole text that begins with `ids`; special tokens give none, invalid UTF-8 gives U+FFFD."""
-        text = b"".join(map(self.text_bytes, ids)).decode("utf-8", errors="replace")
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The whole text that begins with `ids`; invalid UTF-8 gives U+FFFD.
+
+        Args:
+            skip_special_tokens: special tokens give no text; if false, their names are text.
+        """
+        bytes_of = self.text_bytes if skip_special_tokens else self.token_bytes
+        text = b"".join(map(bytes_of, ids)).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self._vocabulary.strips_leading_space else text
 
     def spell(self, ids: Iterable[int]) -> str:
@@ -216,6 +234,11 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The token's own bytes, which need not be whole characters; a special token's are its name's."""
         return self._vocabulary.token_bytes[token_id] if 0 <= token_id < self.vocab_size else b""
+
+    def token_name(self, token_id: int) -> str | None:
+        """The token as its vocabulary spells it, such as `Ġthe`; None if there is no such token."""
+        name: str | None = self._tokenizer.id_to_token(token_id)
+        return None if name is None else self._names.public(name)
 
     def text_bytes(self, token_id: int) -> bytes:
         """What the token adds to the text: its bytes, or none if it is special or the model has no such token."""

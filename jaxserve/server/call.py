@@ -20,6 +20,7 @@ MAX_SEQUENCES = 2048
 SAMPLING_FIELDS = (
     *("min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
 )
 """Fields that mean to the engine what they mean in a body."""
 

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from jaxserve import __version__
 from jaxserve.errors import InvalidRequest, JaxserveError, ModelNotFound, NotReady, QueueFull
-from jaxserve.server import metrics, wire
+from jaxserve.server import metrics, tokenization, wire
 from jaxserve.server.access import SERVICE, caller_of
 from jaxserve.server.answers import Answer, Outcome
 from jaxserve.server.endpoints import CHAT, COMPLETIONS, Endpoint, generating, read_call
@@ -190,6 +190,9 @@ async def openapi(request: web.Request) -> web.Response:
 ROUTES = [
     web.post("/v1/completions", completions),
     web.post("/v1/chat/completions", chat_completions),
+    web.post("/tokenize", tokenization.tokenize),
+    web.post("/detokenize", tokenization.detokenize),
+    web.get("/tokenizer_info", tokenization.tokenizer_info),
     web.get("/v1/models", list_models),
     web.get("/v1/models/{model:.+}", get_model),
     web.delete("/v1/cache", drop_cache),

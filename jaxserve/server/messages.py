@@ -1,33 +1,34 @@
 """The `messages` of a chat completion: from what the schema has to what a chat template reads.
 
-Owns how parts are joined, and the check that the template shows what it is given. Knows templates as a function only.
+Owns the check that the template shows what it is given. Knows templates as a function only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.chat import AnyMessage, TextPart
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
 ROLES_OF_EVERY_TEMPLATE = ("system", "user", "assistant")
 
 
 def read_messages(messages: Sequence[AnyMessage]) -> list[Message]:
-    """Messages with string content; text parts are joined by newlines."""
+    """Messages as templates read them, with content in the form in which it came."""
     return [_read_message(message) for message in messages]
 
 
 def _read_message(message: AnyMessage) -> Message:
-    read = {"role": message.role, "content": _text_of(message.content)}
+    read = {"role": message.role, "content": _content_of(message.content)}
     return read if message.name is None else read | {"name": message.name}
 
 
-def _text_of(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _content_of(content: str | list[TextPart]) -> str | list[dict[str, str]]:
+    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
 
 
 def check_shown(messages: Sequence[Message], render: Render) -> None:

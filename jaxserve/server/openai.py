@@ -13,16 +13,14 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.tools.dialect import Reading
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.call import MAX_SEQUENCES, Call, check_may_fit, check_model, make_call, sampling_params
-from jaxserve.server.messages import check_shown, read_messages
+from jaxserve.server.conversation import encode_conversation, open_variables, template_variables
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.completions import CompletionRequest
-from jaxserve.server.schema.decoding import check_depth, decode, invalid, unknown_field
+from jaxserve.server.schema.decoding import decode, invalid
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_OPENING_TOKENS = 32
 """Tokens, from the end of a prompt, that a tag which opens reasoning can take with the white space after it."""
-
-TEMPLATE_VARIABLES_NOT_OPEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 
 Data = bytes | Mapping[str, Any]
 
@@ -42,7 +40,7 @@ def parse_completion(data: Data, tokenizer: Tokenizer, *, model: str, max_contex
     body = decode(data, CompletionRequest)
     check_model(body.model, model)
     params = sampling_params(body, max_tokens=body.max_tokens or DEFAULT_COMPLETION_TOKENS, logprobs=body.logprobs)
-    prompts = _encode_prompts(body.prompt, tokenizer, max_context)
+    prompts = _encode_prompts(body, tokenizer, max_context)
     return make_call(body, prompts, params, call_id, num_candidates=_num_candidates(body))
 
 
@@ -62,12 +60,7 @@ def parse_chat(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int
     body = decode(data, ChatRequest)
     check_model(body.model, model)
     params = sampling_params(body, max_tokens=_chat_max_tokens(body), logprobs=_chat_logprobs(body))
-    messages = read_messages(body.messages)
-    for i, message in enumerate(messages):
-        check_may_fit(f"messages[{i}].content", message["content"], tokenizer, max_context)
-    variables = _template_variables(body, tokenizer)
-    check_shown(messages, lambda probe: tokenizer.render_chat(probe, **variables))
-    prompt = tokenizer.encode_chat(messages, **variables)
+    prompt = encode_conversation(body, body.messages, tokenizer, _variables(body, tokenizer), max_context=max_context)
     return replace(make_call(body, [prompt], params, call_id), reading=_reading(tokenizer, prompt))
 
 
@@ -79,12 +72,13 @@ def _reading(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reading | None:
     return Reading(reasoning=reasoning, opened=reasoning.opened_by(tokenizer.spell(prompt[-MAX_OPENING_TOKENS:])))
 
 
-def _encode_prompts(prompt: str | list[Any], tokenizer: Tokenizer, max_context: int) -> list[list[int]]:
+def _encode_prompts(body: CompletionRequest, tokenizer: Tokenizer, max_context: int) -> list[list[int]]:
     """The prompts of any of the four forms as token ids."""
+    prompt: str | list[Any] = body.prompt
 
     def encode(name: str, text: str) -> list[int]:
         check_may_fit(name, text, tokenizer, max_context)
-        return tokenizer.encode(text)
+        return tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
 
     if isinstance(prompt, str):
         return [encode("prompt", prompt)]
@@ -117,17 +111,12 @@ def _chat_logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-def _template_variables(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    variables = dict(body.chat_template_kwargs or {})
-    known = (tokenizer.template.variables if tokenizer.template else frozenset()) - TEMPLATE_VARIABLES_NOT_OPEN
-    for name, value in variables.items():
-        if name not in known:
-            raise unknown_field("chat_template_kwargs", name, known)
-        check_depth(f"chat_template_kwargs.{name}", value)
+def _variables(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    variables = template_variables(body, tokenizer)
     effort = body.reasoning_effort
     if effort is None:
         return variables
-    if "reasoning_effort" not in known:
+    if "reasoning_effort" not in open_variables(body, tokenizer):
         raise InvalidRequest(
             f"reasoning_effort is not supported: the model's chat template does not read it, found {effort!r}",
             param="reasoning_effort",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import HttpConfig
 from jaxserve.engine.async_engine import AsyncEngine, Core
-from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text import ChatRules, Tokenizer
 from jaxserve.engine.tools.dialect import choose_dialect
 from jaxserve.errors import EngineError, NotReady
 from jaxserve.host.admission import Admission
@@ -120,7 +120,11 @@ class Service:
             max_output_tokens=self.config.max_output_tokens,
             max_seconds=self.config.request_timeout,
         )
-        self._model = Model(parts.model_name, tokenizer, engine, terms, int(now()))
+        rules = ChatRules(
+            special_tokens_in_messages=self.config.special_tokens_in_messages,
+            trust_request_chat_template=self.config.trust_request_chat_template,
+        )
+        self._model = Model(parts.model_name, tokenizer.with_rules(rules), engine, terms, int(now()))
         logger.info("ready: serving %s", parts.model_name)
 
     @property

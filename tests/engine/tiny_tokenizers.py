@@ -83,10 +83,14 @@ def unigram_library() -> Library:
     return library
 
 
-def byte_level(chat_template: str | None = CHATML) -> Tokenizer:
-    """A tokenizer as ChatML models have: no BOS, `<|im_end|>` ends a turn."""
+def byte_level(chat_template: str | None = CHATML, *, add_bos: bool = False) -> Tokenizer:
+    """A tokenizer as ChatML models have: no BOS if not asked for, `<|im_end|>` ends a turn."""
     return Tokenizer(
-        byte_level_library().to_str(), chat_template=chat_template, bos_token="<|endoftext|>", eos_token="<|im_end|>"
+        byte_level_library().to_str(),
+        chat_template=chat_template,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        add_bos=add_bos,
     )
 
 

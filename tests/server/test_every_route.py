@@ -17,6 +17,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": HELLO},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [5]},
 }
 """The least that each route takes beside a model."""
 

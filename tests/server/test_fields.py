@@ -103,7 +103,7 @@ ANYTHING: list[Any] = [True, "x", 2, False]
 @asynccontextmanager
 async def recording() -> AsyncIterator[tuple[Serving, list[Request]]]:
     """A server, and the requests that its engine is given."""
-    async with serving(tokenizer=tiny.byte_level(TEMPLATE)) as server:
+    async with serving(tokenizer=tiny.byte_level(TEMPLATE, add_bos=True)) as server:
         seen: list[Request] = []
         engine, to_engine = server.engine, server.engine.open
 
@@ -179,6 +179,8 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
     "stop": (["END"], ("END",)),
     "stop_token_ids": ([5], (5,)),
     "ignore_eos": (True, True),
+    "include_stop_str_in_output": (True, True),
+    "skip_special_tokens": (False, False),
 }
 
 
@@ -201,6 +203,17 @@ PROBES: dict[str, Probe | dict[str, Probe]] = {
         [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}],
         lambda new, old: len(new.requests[0].prompt) > len(old.requests[0].prompt),
     ),
+    "chat_template": Probe(  # as this server is run
+        "{{ 1 }}", lambda new, old: (new.status, new.answer["error"]["param"]) == (400, "chat_template")
+    ),
+    "add_generation_prompt": Probe(False, lambda new, old: len(new.requests[0].prompt) < len(old.requests[0].prompt)),
+    "continue_final_message": Probe(
+        True, lambda new, old: old.requests[0].prompt[: len(new.requests[0].prompt)] == new.requests[0].prompt
+    ),
+    "add_special_tokens": {
+        "completions": Probe(False, lambda new, old: new.requests[0].prompt == old.requests[0].prompt[1:]),
+        "chat": Probe(True, lambda new, old: new.requests[0].prompt[1:] == old.requests[0].prompt),
+    },
     "chat_template_kwargs": Probe({"mood": "!"}, lambda new, old: new.requests[0].prompt != old.requests[0].prompt),
     "reasoning_effort": Probe("low", lambda new, old: new.requests[0].prompt != old.requests[0].prompt),
     "n": Probe(2, lambda new, old: [choice["index"] for choice in new.choices] == [0, 1]),

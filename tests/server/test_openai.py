@@ -205,7 +205,10 @@ WRONG: dict[str, list[Any]] = {
     "service_tier": ["flex", 1],
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text"],
     "prompt_logprobs": [0, 1],
-    "skip_special_tokens": [False, 1],
+    "skip_special_tokens": [0, 1, "false"],
+    "include_stop_str_in_output": [0, 1, "true"],
+    "spaces_between_special_tokens": [False, 1],
+    "add_special_tokens": [0, "no"],
 }
 WRONG_COMPLETION: dict[str, list[Any]] = {
     "best_of": [0, 129, True, 1.0],
@@ -224,7 +227,9 @@ WRONG_CHAT: dict[str, list[Any]] = {
     "reasoning_effort": ["low", "extreme", 5],
     "parallel_tool_calls": [False],
     "messages": [None, [], "hi", {}, 5],
-    "chat_template": ["{{ 1 }}"],
+    "chat_template": ["{{ 1 }}", 5, "x" * 70_000],
+    "add_generation_prompt": [0, "no"],
+    "continue_final_message": [1, "yes"],
 }
 
 
@@ -288,9 +293,10 @@ def test_text_that_cannot_fit_is_refused_unread(monkeypatch: pytest.MonkeyPatch)
     for parse, fields, name in (
         (completion, {"prompt": long}, "prompt"),
         (completion, {"prompt": ["a" * 10_000_000]}, r"prompt\[0\]"),
-        (chat, {"messages": [{"role": "user", "content": long}]}, r"messages\[0\]\.content"),
+        (chat, {"messages": [{"role": "user", "content": long}]}, "messages"),
+        (chat, {"messages": [{"role": "user", "content": "a" * 1000}] * 10_000}, "messages"),
     ):
-        with pytest.raises(InvalidRequest, match=rf"^{name} has 10000000 characters, .* the context is 512$"):
+        with pytest.raises(InvalidRequest, match=rf"^{name} has \d{{8}} characters, .* the context is 512$"):
             parse(**fields)
 
 

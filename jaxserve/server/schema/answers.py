@@ -161,6 +161,36 @@ class ChatChunk(Answer, frozen=True, kw_only=True):
 # --- the server itself ------------------------------------------------------------------------------------------------
 
 
+class Tokenized(Answer, frozen=True, kw_only=True):
+    """What a text or a conversation is as tokens."""
+
+    count: int
+    max_model_len: Annotated[int, Meta(description="Tokens of prompt and output that the server takes.")]
+    tokens: list[int]
+    token_strs: Annotated[list[str], Meta(description="As the vocabulary spells them, if asked for.")] | None
+
+
+class Detokenized(Answer, frozen=True, kw_only=True):
+    """What tokens are as text."""
+
+    prompt: str
+
+
+class TokenizerInfo(Answer, frozen=True, kw_only=True):
+    """The tokenizer, under the names of a `tokenizer_config.json` where that has one."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    add_bos_token: bool
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_id: int | None
+    special_tokens: Annotated[dict[str, str], Meta(description="Names of the control tokens, by id.")]
+    chat_template: str | None
+
+
 class Model(Answer, frozen=True, kw_only=True):
     """A model that is served."""
 

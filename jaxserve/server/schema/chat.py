@@ -10,6 +10,8 @@ from jaxserve.request import MAX_LOGPROBS
 from jaxserve.server.schema.body import Body, Refused, noun, only
 from jaxserve.server.schema.common import Count, GenerationRequest
 
+MAX_TEMPLATE_CHARACTERS = 64 * 1024
+
 
 class TextPart(Body, tag_field="type", tag="text", frozen=True, kw_only=True):
     """A piece of a message."""
@@ -79,6 +81,19 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     top_logprobs: (
         Annotated[int, Meta(ge=0, le=MAX_LOGPROBS, description="And of so many of the likeliest; needs logprobs.")] | None
     ) = None
+    add_generation_prompt: (
+        Annotated[bool, Meta(description="End the prompt with what an answer begins with; yes if not given.")] | None
+    ) = None
+    continue_final_message: (
+        Annotated[bool, Meta(description="Go on with the last message; excludes add_generation_prompt.")] | None
+    ) = None
+    add_special_tokens: (
+        Annotated[bool, Meta(description="Begin with BOS where the template does not; no if not given.")] | None
+    ) = None
+    chat_template: (
+        Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS, description="Only where the server is told to take them.")]
+        | None
+    ) = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables of the model's own template.")] | None = None
     reasoning_effort: (
         Annotated[
@@ -90,11 +105,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
-    add_generation_prompt: Annotated[Any, only(True)] = None
-    add_special_tokens: Annotated[Any, only(False)] = None
     audio: Refused = None
-    chat_template: Refused = None
-    continue_final_message: Annotated[Any, only(False)] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     functions: Annotated[Any, only([])] = None
     metadata: Annotated[Any, only({})] = None

@@ -96,6 +96,10 @@ class AnyGenerationRequest(Body, frozen=True, kw_only=True):
         StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS, description="Strings that end the output.")] | None
     ) = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: Annotated[bool, Meta(description="What stopped the output stays in it.")] | None = None
+    skip_special_tokens: (
+        Annotated[bool, Meta(description="If false, special tokens are shown in the text; true if not given.")] | None
+    ) = None
     ignore_eos: Annotated[bool, Meta(description="Go on after the end of the sequence.")] | None = None
 
     priority: Priority | None = None
@@ -121,8 +125,6 @@ class AnyGenerationRequest(Body, frozen=True, kw_only=True):
 
     allowed_token_ids: Refused = None
     bad_words: Annotated[Any, only([])] = None
-    include_stop_str_in_output: Annotated[Any, only(False)] = None
-    skip_special_tokens: Annotated[Any, only(True)] = None
     spaces_between_special_tokens: Annotated[Any, only(True)] = None
     structured_outputs: Refused = None
 

@@ -49,7 +49,9 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         | None
     ) = None
     suffix: Annotated[Any, only("")] = None
-    add_special_tokens: Annotated[Any, only(True)] = None
+    add_special_tokens: (
+        Annotated[bool, Meta(description="Begin with BOS where the model wants one; yes if not given.")] | None
+    ) = None
     metadata: Annotated[Any, only({})] = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Annotated[Any, only()] = None

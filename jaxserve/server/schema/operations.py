@@ -11,6 +11,7 @@ from typing import Any
 from jaxserve.server.schema import answers
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.completions import CompletionRequest
+from jaxserve.server.schema.tokenization import DetokenizeRequest, TokenizeRequest
 
 GENERATION_ERRORS = (400, 403, 404, 408, 413, 415, 422, 429, 503)
 
@@ -58,6 +59,19 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         event=answers.ChatChunk,
         errors=GENERATION_ERRORS,
     ),
+    ("POST", "/tokenize"): Operation(
+        summary="What a text or a conversation is as tokens.",
+        body=TokenizeRequest,
+        answer=answers.Tokenized,
+        errors=(400, 404, 413, 415, 503),
+    ),
+    ("POST", "/detokenize"): Operation(
+        summary="What tokens are as text.",
+        body=DetokenizeRequest,
+        answer=answers.Detokenized,
+        errors=(400, 404, 413, 415, 503),
+    ),
+    ("GET", "/tokenizer_info"): Operation(summary="The model's tokenizer.", answer=answers.TokenizerInfo, errors=(503,)),
     ("GET", "/v1/models"): Operation(summary="The models that are served.", answer=answers.ModelList, errors=(503,)),
     ("GET", "/v1/models/{model}"): Operation(summary="A model that is served.", answer=answers.Model, errors=(404, 503)),
     ("DELETE", "/v1/cache"): Operation(

@@ -21,6 +21,7 @@ from jaxserve.server.schema.completions import CompletionRequest
 from jaxserve.server.schema.decoding import decode
 from jaxserve.server.schema.document import document
 from jaxserve.server.schema.operations import OPERATIONS
+from jaxserve.server.schema.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.server.serving import MODEL, serving
 
 DOCUMENT = document(version="1", has_keys=True)
@@ -58,6 +59,8 @@ JSON = st.recursive(
 BODIES: dict[type, dict[str, Any]] = {
     CompletionRequest: {"model": "m", "prompt": "x"},
     ChatRequest: {"model": "m", "messages": MESSAGES},
+    TokenizeRequest: {"prompt": "x"},
+    DetokenizeRequest: {"tokens": [5]},
 }
 VALIDATORS = {
     cls: jsonschema.Draft202012Validator(
@@ -112,6 +115,8 @@ ASKED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, **more}
         for more in [*VARIANTS, {"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "stream": True}]
     ],
+    ("POST", "/tokenize"): [{"prompt": "x", "return_token_strs": True}, {"messages": MESSAGES}],
+    ("POST", "/detokenize"): [{"tokens": [5]}],
 }
 
 
