@@ -5,6 +5,7 @@
     |-- ModelLoadError         weights or tokenizer that cannot be loaded
     |-- RequestError           a request that cannot be served; carries an HTTP status
     |   |-- InvalidRequest     400: names the field
+    |   |   `-- ContextExceeded      longer than the context, or than the KV pool
     |   |-- Unauthorized       401: no API key that is known here
     |   |-- Forbidden          403: the API key may not do this
     |   |-- ModelNotFound      404
@@ -56,6 +57,19 @@ class RequestError(JaxserveError):
 
 class InvalidRequest(RequestError):
     """A field that is malformed, out of range, or not supported."""
+
+
+class ContextExceeded(InvalidRequest):
+    """A prompt, with the output that it asks for, that can never fit. Clients know the code, and shorten what they send.
+
+    Args:
+        max_context: tokens of the context. Some clients (litellm) know OpenAI's sentence about it instead of the code.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, max_context: int, param: str | None = None) -> None:
+        super().__init__(f"{message}; this model's maximum context length is {max_context} tokens", param=param)
 
 
 class Unauthorized(RequestError):

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from jaxserve.errors import InvalidRequest, NotReady, QueueFull
+from jaxserve.errors import ContextExceeded, InvalidRequest, NotReady, QueueFull
 from jaxserve.host.backlog import Backlog, Entry, InService
 from jaxserve.host.forecast import FirstTokens
 from jaxserve.host.overload import FinishRate, ShedShare
@@ -61,13 +61,15 @@ def validate(request: Request, limits: RunnerLimits) -> None:
 
 def _check_fits(num_prompt: int, output: str, num_output: int, limits: RunnerLimits, *, param: str) -> None:
     if num_prompt + num_output > limits.max_context:
-        raise InvalidRequest(f"prompt {num_prompt} + {output} > context {limits.max_context}", param=param)
+        message = f"prompt {num_prompt} + {output} > context {limits.max_context}"
+        raise ContextExceeded(message, max_context=limits.max_context, param=param)
     # The last output token is never an input, so it needs no place in a page.
     num_pages = -(-(num_prompt + max(1, num_output) - 1) // limits.page_size)
     if num_pages > limits.num_pages:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"prompt {num_prompt} + {output} need {num_pages} pages of {limits.page_size} tokens "
             f"> the pool's {limits.num_pages}",
+            max_context=limits.num_pages * limits.page_size + 1,
             param=param,
         )
 

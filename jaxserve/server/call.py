@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.tools.dialect import Reading
-from jaxserve.errors import InvalidRequest, ModelNotFound
+from jaxserve.errors import ContextExceeded, InvalidRequest, ModelNotFound
 from jaxserve.request import INTERACTIVE_PRIORITY, PRIORITY_NAMES, Request, SamplingParams
 from jaxserve.server.schema.common import GenerationRequest, StreamOptions
 
@@ -72,8 +72,8 @@ def check_may_fit(name: str, text: str, tokenizer: Tokenizer, max_context: int) 
     """Refuse what is too long by far at once: encoding megabytes takes seconds."""
     fewest = tokenizer.fewest_tokens(text)
     if fewest >= max_context:
-        raise InvalidRequest(
-            f"{name} has {len(text)} characters, which take at least {fewest} tokens; the context is {max_context}", param=name
+        raise ContextExceeded(
+            f"{name} has {len(text)} characters, which take at least {fewest} tokens", max_context=max_context, param=name
         )
 
 

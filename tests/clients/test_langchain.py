@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI, OpenAI
 
 from tests.clients.servers import KEY, MODEL
@@ -53,5 +54,7 @@ def test_completion(options: dict[str, Any]) -> None:
 def test_errors_are_the_client_s_own(options: dict[str, Any]) -> None:
     with pytest.raises(openai.AuthenticationError):
         ChatOpenAI(**{**options, "api_key": "sk-wrong"}).invoke("hello")
+    with pytest.raises(ContextOverflowError):
+        ChatOpenAI(**options).invoke("hello " * 20_000)
     with pytest.raises(openai.NotFoundError):
         ChatOpenAI(**{**options, "model": "gpt-4"}).invoke("hello")

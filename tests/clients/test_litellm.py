@@ -53,5 +53,7 @@ def test_errors_are_the_client_s_own(options: dict[str, Any]) -> None:
         litellm.completion(messages=QUESTION, **{**options, "api_key": "sk-wrong"})
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(messages=QUESTION, **{**options, "model": "openai/gpt-unknown"})
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[{"role": "user", "content": "hello " * 20_000}], **options)
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(messages=QUESTION, temperature=-1, **options)

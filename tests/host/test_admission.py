@@ -25,6 +25,9 @@ def event(request_id, reason=None):
     return TokenEvent(request_id, (7,), (), reason, 4, 1)
 
 
+CONTEXT_IS = "this model's maximum context length is"
+
+
 @pytest.mark.parametrize(
     ("request_", "param", "message"),
     [
@@ -33,9 +36,17 @@ def event(request_id, reason=None):
         (dataclasses.replace(make_request(), prompt=(-1, 5)), "prompt", "prompt must have token ids from 0 to 49, found -1"),
         (make_request(stop_token_ids=(50,)), "stop_token_ids", "stop_token_ids must be token ids from 0 to 49, found 50"),
         (make_request(logit_bias=((-1, 1.0),)), "logit_bias", "logit_bias must be token ids from 0 to 49, found -1"),
-        (make_request(num_prompt=64), "prompt", "prompt 64 + 1 output token > context 64"),
-        (make_request(num_prompt=8, max_tokens=57), "max_tokens", "prompt 8 + max_tokens 57 > context 64"),
-        (make_request(num_prompt=8, min_tokens=57), "min_tokens", "prompt 8 + min_tokens 57 > context 64"),
+        (make_request(num_prompt=64), "prompt", f"prompt 64 + 1 output token > context 64; {CONTEXT_IS} 64 tokens"),
+        (
+            make_request(num_prompt=8, max_tokens=57),
+            "max_tokens",
+            f"prompt 8 + max_tokens 57 > context 64; {CONTEXT_IS} 64 tokens",
+        ),
+        (
+            make_request(num_prompt=8, min_tokens=57),
+            "min_tokens",
+            f"prompt 8 + min_tokens 57 > context 64; {CONTEXT_IS} 64 tokens",
+        ),
     ],
 )
 def test_what_can_never_be_served_is_refused_by_name_and_number(request_, param, message):
@@ -55,7 +66,7 @@ def test_what_can_never_be_served_is_refused_by_name_and_number(request_, param,
 def test_what_the_pool_can_never_hold_is_refused(num_prompt, params, param, output):
     with pytest.raises(InvalidRequest) as caught:
         validate(make_request(num_prompt=num_prompt, **params), make_limits(num_pages=6))
-    assert str(caught.value) == f"{output} need 7 pages of 4 tokens > the pool's 6"
+    assert str(caught.value) == f"{output} need 7 pages of 4 tokens > the pool's 6; {CONTEXT_IS} 25 tokens"
     assert caught.value.param == param
 
 

@@ -296,7 +296,7 @@ def test_text_that_cannot_fit_is_refused_unread(monkeypatch: pytest.MonkeyPatch)
         (chat, {"messages": [{"role": "user", "content": long}]}, "messages"),
         (chat, {"messages": [{"role": "user", "content": "a" * 1000}] * 10_000}, "messages"),
     ):
-        with pytest.raises(InvalidRequest, match=rf"^{name} has \d{{8}} characters, .* the context is 512$"):
+        with pytest.raises(InvalidRequest, match=rf"^{name} has \d{{8}} characters, .* maximum context length is 512 tokens$"):
             parse(**fields)
 
 
