@@ -14,16 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import InvalidRequest
 from jaxserve.server import wire
-from jaxserve.server.answers import whole_body
 from jaxserve.server.call import Call
+from jaxserve.server.form import MakeForm
 from jaxserve.server.generation import Generation
 from jaxserve.server.joining import Begun
 from jaxserve.server.keys import Caller
 from jaxserve.server.metrics import TokenClock
 from jaxserve.server.openai import parse_chat, parse_completion
+from jaxserve.server.openai_form import form_of
 from jaxserve.server.service import Model, Service
 from jaxserve.server.terms import grant
 
@@ -33,16 +33,16 @@ LARGE_BODY = 32 * 1024
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What makes a completion endpoint: how to read a body, and the shape of its answer."""
+    """What makes a completion endpoint: how to read a body, and the form of its answer."""
 
     name: str
     id_prefix: str
     parse: Callable[..., Call]
-    shape: Callable[[Tokenizer], wire.Shape]
+    form: MakeForm
 
 
-COMPLETIONS = Endpoint("completions", "cmpl-", parse_completion, wire.CompletionShape)
-CHAT = Endpoint("chat_completions", "chatcmpl-", parse_chat, wire.ChatShape)
+COMPLETIONS = Endpoint("completions", "cmpl-", parse_completion, form_of(wire.CompletionShape))
+CHAT = Endpoint("chat_completions", "chatcmpl-", parse_chat, form_of(wire.ChatShape))
 
 BATCH_ENDPOINTS = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
 """What the lines of a batch may be for, by path."""
@@ -87,6 +87,6 @@ async def answer_body(data: bytes, endpoint: Endpoint, caller: Caller, service: 
         raise InvalidRequest("stream must be false where there is no connection to stream to", param="stream")
     call = grant(call, caller, replace(model.terms, max_seconds=0.0), now=clock.arrived)
     with generating(call, service, model, clock) as begun:
-        body = await whole_body(begun, endpoint.shape(model.tokenizer), model_name=model.name)
+        body = await endpoint.form(model.tokenizer, model.name).whole(begun)
     clock.finish()
     return body

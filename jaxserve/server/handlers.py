@@ -86,8 +86,8 @@ async def _answer(request: web.Request, endpoint: Endpoint) -> web.StreamRespons
     with _counted(service, endpoint, caller) as outcome:
         model = service.require_model()
         async with _begun(request, endpoint, caller, model, clock) as begun:
-            shape = endpoint.shape(model.tokenizer)
-            answer = Answer(request, begun, shape, model_name=model.name, ping_seconds=service.config.ping_seconds)
+            form = endpoint.form(model.tokenizer, model.name)
+            answer = Answer(request, begun, form, ping_seconds=service.config.ping_seconds)
             response = await (answer.stream(outcome) if begun.call.stream else answer.whole())
         if outcome.name == "ok":
             clock.finish()

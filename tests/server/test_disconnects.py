@@ -106,13 +106,13 @@ async def test_closing_the_client_s_stream_early() -> None:
 @pytest.fixture
 def small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much a kernel takes from a server before a client has read it differs by megabytes; make it little."""
-    original = answers.Answer._write_chunks
+    original = answers.Answer._write_events
 
-    async def write_chunks(answer: Any, response: Any) -> None:
+    async def write_events(answer: Any, response: Any, *rest: Any) -> None:
         answer._request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
-        await original(answer, response)
+        await original(answer, response, *rest)
 
-    monkeypatch.setattr(answers.Answer, "_write_chunks", write_chunks)
+    monkeypatch.setattr(answers.Answer, "_write_events", write_events)
 
 
 @pytest.mark.usefixtures("small_send_buffers")

@@ -1,0 +1,91 @@
+"""The form of the OpenAI API's completions and chat completions: `wire` says what is in it, here it is put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.engine.text import Tokenizer
+from jaxserve.errors import JaxserveError
+from jaxserve.server import wire
+from jaxserve.server.form import MakeForm, whole_outputs
+from jaxserve.server.joining import Begun, Deltas
+from jaxserve.server.ranking import shown_choices
+
+
+class OpenAIForm:
+    """Answers of one of the two endpoints; a `form.Form`."""
+
+    def __init__(self, shape: wire.Shape, model_name: str) -> None:
+        self._shape = shape
+        self._model_name = model_name
+
+    async def whole(self, begun: Begun) -> dict[str, Any]:
+        outputs = await whole_outputs(begun)
+        call, source = begun.call, begun.source
+        return wire.whole(
+            self._shape,
+            call_id=call.call_id,
+            created=begun.created,
+            model=self._model_name,
+            choices=shown_choices(call, [(output.content, output.tokens, output.finish_reason) for output in outputs]),
+            num_prompt=call.num_prompt_tokens,
+            num_output=source.num_output,
+            num_cached=source.num_cached,
+            num_reasoning=source.num_reasoning,
+        )
+
+    def events(self, begun: Begun) -> ChunkEvents:
+        return ChunkEvents(begun, self._shape, self._model_name)
+
+
+class ChunkEvents:
+    """A stream of chunks; a `form.Events`."""
+
+    def __init__(self, begun: Begun, shape: wire.Shape, model_name: str) -> None:
+        call = begun.call
+        self._call = call
+        self._source = begun.source
+        self._writer = wire.ChunkWriter(
+            shape,
+            call_id=call.call_id,
+            created=begun.created,
+            model=model_name,
+            num_choices=len(call.requests),
+            include_usage=call.include_usage,
+            obfuscate=call.obfuscates,
+        )
+
+    def opening(self) -> bytes:
+        if self._call.continuous_usage:
+            self._writer.count(self._call.num_prompt_tokens, 0, 0, self._source.num_reasoning)
+        return b"".join(map(self._writer.opening, range(len(self._call.requests))))
+
+    def deltas(self, deltas: Deltas) -> bytes:
+        if self._call.continuous_usage:
+            self._writer.count(*self._counts())
+        return b"".join([self._writer.delta(index, delta) for index, delta in deltas])
+
+    def ending(self) -> bytes:
+        if not self._call.include_usage:
+            return wire.DONE
+        return self._writer.usage(*self._counts()) + wire.DONE
+
+    def _counts(self) -> tuple[int, int, int, int | None]:
+        source = self._source
+        return self._call.num_prompt_tokens, source.num_output, source.num_cached, source.num_reasoning
+
+    def failure(self, error: JaxserveError | str) -> bytes:
+        if isinstance(error, str):
+            body = wire.error_body(error, status=500, code="internal_error")
+        else:
+            body = wire.error_body(error, status=wire.status_of(error))
+        return wire.event(body) + wire.DONE
+
+
+def form_of(shape: type[wire.Shape]) -> MakeForm:
+    """What makes the form of an endpoint that has this shape."""
+
+    def make(tokenizer: Tokenizer, model_name: str) -> OpenAIForm:
+        return OpenAIForm(shape(tokenizer), model_name)
+
+    return make
