@@ -30,6 +30,7 @@ class PlanRow:
         history: of a fresh row that starts after others' cached tokens, those tokens: ids of positions `[0, start)`.
         targets: the known ids that follow the row's first `len(targets)` positions, if their log probabilities are wanted.
         embed: whether the final hidden state of the last position is wanted, where `sample` is set.
+        masked: the row samples, and only among the tokens of a mask that comes later, by `StepHandle.constrain`.
     """
 
     seq_id: int
@@ -47,6 +48,7 @@ class PlanRow:
     history: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
     embed: bool = False
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +125,20 @@ class RunnerLimits:
     host_pages: int = 0
 
 
+Masks = tuple[bytes | None, ...]
+"""For each row of a plan the tokens that it may sample, never none, as `jaxserve.constraint` has masks; or None for a row that
+is not masked or whose token nobody will read."""
+
+
 class StepHandle(Protocol):
     """A dispatched step."""
+
+    def constrain(self, masks: Masks) -> None:
+        """Let the plan's masked rows sample, each among the tokens of its mask. Does not wait.
+
+        Called at most once, before `result`, and before any later plan is submitted: that may compute the tokens.
+        """
+        ...
 
     def result(self) -> StepResult:
         """Wait for the step and read what it sampled. Called once."""

@@ -9,11 +9,15 @@ import enum
 import math
 from dataclasses import dataclass, field, replace
 
+from jaxserve.constraint import Constraint, Grammar, Matcher
 from jaxserve.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 16
+MAX_ALLOWED_TOKEN_IDS = 2**18
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARACTERS = 1024
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
 INTERACTIVE_PRIORITY = 0
@@ -63,6 +67,10 @@ class SamplingParams:
         skip_special_tokens: special tokens are not text; if false, their names are.
         stop_token_ids: further ids that end the output.
         ignore_eos: do not end at the model's end-of-sequence tokens.
+        grammar: what the output has to be, from its first token to its last. The output ends when it is complete, earlier than
+            `min_tokens` where nothing else is left.
+        allowed_token_ids: sample no others; () allows all. An end-of-sequence token ends the output only if it is among them.
+        bad_words: none of these comes in the output, spelt as the tokenizer spells it, with a space before it or without.
 
     Raises:
         InvalidRequest: naming the field, on any value out of range (NaN and infinity included).
@@ -86,6 +94,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -128,6 +139,27 @@ class SamplingParams:
             f"at most {MAX_STOP_TOKEN_IDS} ids",
             len(self.stop_token_ids),
         )
+        self._check_constraints()
+
+    def _check_constraints(self) -> None:
+        num_allowed = len(self.allowed_token_ids)
+        _require(
+            num_allowed <= MAX_ALLOWED_TOKEN_IDS, "allowed_token_ids", f"at most {MAX_ALLOWED_TOKEN_IDS} ids", num_allowed
+        )
+        _require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words", len(self.bad_words))
+        for word in self.bad_words:
+            fits = bool(word.strip()) and len(word) <= MAX_BAD_WORD_CHARACTERS
+            _require(
+                fits, "bad_words", f"words of 1 to {MAX_BAD_WORD_CHARACTERS} characters that are not all spaces", word[:60]
+            )
+        if self.grammar is not None:
+            for name in ("allowed_token_ids", "bad_words"):
+                _require(not getattr(self, name), name, f"left out where {self.grammar.param} restricts the output", "both")
+
+    @property
+    def restricts_tokens(self) -> bool:
+        """Whether a request with these needs a constraint."""
+        return self.grammar is not None or bool(self.allowed_token_ids or self.bad_words)
 
     @property
     def greedy(self) -> bool:
@@ -136,8 +168,13 @@ class SamplingParams:
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `InvalidRequest` if `logit_bias` or `stop_token_ids` name an id outside the vocabulary."""
-    for name, ids in (("logit_bias", [i for i, _ in params.logit_bias]), ("stop_token_ids", params.stop_token_ids)):
+    """Raise `InvalidRequest` if `logit_bias`, `stop_token_ids` or `allowed_token_ids` name an id outside the vocabulary."""
+    named = {
+        "logit_bias": [token_id for token_id, _ in params.logit_bias],
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids,
+    }
+    for name, ids in named.items():
         for token_id in ids:
             _require(0 <= token_id < vocab_size, name, f"token ids from 0 to {vocab_size - 1}", token_id)
 
@@ -157,6 +194,7 @@ class Request:
             tenant run first.
         cache_salt: whose cached prefixes it may use and add to: those of requests with the same one, and no others.
         embed: whether the final hidden state of its last prompt token is wanted, and no output.
+        constraint: what `params` restrict tokens to, compiled; None where they do not. Whoever makes the request compiles it.
 
     Raises:
         InvalidRequest: a weight that is not above 0, a deadline that is no time, or `embed` with output.
@@ -171,6 +209,7 @@ class Request:
     deadline: float | None = None
     cache_salt: str = ""
     embed: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         _require(0.0 < self.weight < math.inf, "weight", "above 0", self.weight)
@@ -218,6 +257,7 @@ class Sequence:
         cached: prompt tokens that it did not compute when it first ran; None before.
         charged: leading positions that its tenant has been charged for; a replay is not charged again.
         scores: log probabilities of the prompt's tokens after the first, as far as they have been committed.
+        matcher: its place in the request's constraint, after all committed output tokens; None without one.
     """
 
     seq_id: int
@@ -241,6 +281,7 @@ class Sequence:
     cached: int | None = None
     charged: int = 0
     scores: list[TokenLogprobs] = field(default_factory=list)
+    matcher: Matcher | None = None
 
     @property
     def num_prompt(self) -> int:

@@ -11,8 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FLOOR_0 = ("jaxserve.errors", "jaxserve.config", "jaxserve.request", "jaxserve.plan", "jaxserve.__version__")
 BATCH_FILES = ("jaxserve.batch_file", "jaxserve.journal", "jaxserve.disk")
+FLOOR_0 = (
+    *("jaxserve.errors", "jaxserve.config", "jaxserve.constraint", "jaxserve.request", "jaxserve.plan"),
+    "jaxserve.__version__",
+)
 NETWORK_AND_LOOPS = frozenset({"asyncio", "socket", "socketserver", "ssl", "http", "selectors", "urllib"})
 ARRAYS = ("jax", "jaxlib", "numpy", "ml_dtypes", "jaxtyping")
 

@@ -14,13 +14,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
-from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
+from jaxserve.constraint import is_empty, mask_size, without
+from jaxserve.plan import Masks, PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
 
 NextToken = Callable[[Seq[int], int], int]
 """(all tokens so far, seed; 0 when greedy) -> the next token id."""
 
 FAKE_HIDDEN_SIZE = 8
+Sample = tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]
+"""Of one row: tokens and their log probabilities."""
+
+UNCHOSEN = -1
+"""In place of a token whose mask has not come."""
 
 _MASK = 2**64 - 1
 _ROOT = 0x9E3779B97F4A7C15
@@ -102,10 +108,16 @@ def choose_token(
     seed: int,
     stop_ids: Collection[int],
     vocab_size: int,
+    mask: bytes | None = None,
 ) -> int:
-    """The token after `tokens`: what `next_token` says, or the next id that `min_tokens` does not forbid."""
+    """The token after `tokens`: what `next_token` says, or the next id that neither `mask` nor, without one, `min_tokens`
+    forbids."""
     token = next_token(tokens, 0 if params.greedy else seed)
-    if len(tokens) - num_prompt < params.min_tokens:
+    if mask is not None:
+        _require(not is_empty(mask), "a mask that allows nothing")
+        while not mask[token >> 3] >> (token & 7) & 1:
+            token = (token + 1) % vocab_size
+    elif len(tokens) - num_prompt < params.min_tokens:
         while token in stop_ids:
             token = (token + 1) % vocab_size
     return token
@@ -136,11 +148,25 @@ def _begin(row: PlanRow) -> _Slot:
 
 
 class FakeHandle:
-    """A step that is ready at the time `ready_at` (`time.monotonic`); `finish` gives its result then, or raises."""
+    """A step that is ready at the time `ready_at` (`time.monotonic`); `finish` gives its result then, or raises.
 
-    def __init__(self, finish: Callable[[], StepResult], ready_at: float) -> None:
+    Args:
+        constrain: lets its masked rows sample; None for a step that has none.
+    """
+
+    def __init__(
+        self, finish: Callable[[], StepResult], ready_at: float, constrain: Callable[[Masks], None] | None = None
+    ) -> None:
         self._finish: Callable[[], StepResult] | None = finish
         self._ready_at = ready_at
+        self._constrain = constrain
+
+    def constrain(self, masks: Masks) -> None:
+        _require(self._finish is not None, "constrain() after result()")
+        if self._constrain is None:
+            raise PlanViolation("constrain() was called twice on one step, or on one without masked rows")
+        constrain, self._constrain = self._constrain, None
+        constrain(masks)
 
     def result(self) -> StepResult:
         if self._finish is None:
@@ -164,9 +190,11 @@ class FakeRunner:
         fail_on_submit, fail_on_result: numbers (from 0, in order of submission) of steps whose `submit` or `result`
             raises `InjectedFailure`. All slots and pages are lost with it. Steps submitted between the failure of a
             result and its reading fail too, as on a device whose buffers are gone.
+        fail_on_constrain: which call of `constrain` raises, as if `submit` did.
 
     Attributes:
         num_steps: plans submitted.
+        num_constrained: calls of `constrain`.
         last_plan: the newest plan.
         max_pages_used: most distinct pages that rows of one plan have named.
         num_copies, num_saves, num_loads: pages copied, copied to the host, and back.
@@ -182,7 +210,10 @@ class FakeRunner:
         step_seconds: float = 0.0,
         fail_on_submit: Collection[int] = (),
         fail_on_result: Collection[int] = (),
+        fail_on_constrain: int | None = None,
     ) -> None:
+        self._fail_on_constrain = fail_on_constrain
+        self.num_constrained = 0
         self._limits = limits
         self.next_token = next_token or hash_next_token(
             limits.vocab_size, eos_token_id=eos_token_id, eos_probability=eos_probability
@@ -219,16 +250,37 @@ class FakeRunner:
             if number in self._fail_on_result:
                 self._failure = InjectedFailure(f"result of step number {number}")
         if self._failure is not None:
-            return FakeHandle(partial(self._raise, self._failure), self._ready_at)
+            return FakeHandle(partial(self._raise, self._failure), self._ready_at, lambda masks: None)
         self._move_pages(plan)
         for row in plan.rows:
             self._write_row(row)
         scores = {row.seq_id: self._score(row) for row in plan.rows if row.targets}
         hidden = {row.seq_id: fake_hidden(self._slots[row.slot].tokens) for row in plan.rows if row.embed and row.sample}
         samples = [self._sample(row) for row in plan.rows]
-        tokens, logprobs = zip(*samples, strict=True)
-        result = StepResult(plan.step_id, tokens, logprobs, StepStats(0.0, 0.0), scores, hidden)
-        return FakeHandle(lambda: result, self._ready_at)
+
+        def finish() -> StepResult:
+            tokens, logprobs = zip(*samples, strict=True)
+            return StepResult(plan.step_id, tokens, logprobs, StepStats(0.0, 0.0), scores, hidden)
+
+        if not any(row.masked for row in plan.rows):
+            return FakeHandle(finish, self._ready_at)
+        return FakeHandle(finish, self._ready_at, partial(self._constrain, plan, samples))
+
+    def _constrain(self, plan: StepPlan, samples: list[Sample], masks: Masks) -> None:
+        """Sample the masked rows of the newest plan."""
+        if self._fail_on_constrain == self.num_constrained:
+            self.num_constrained += 1
+            self.forget()
+            raise InjectedFailure("constrain")
+        self.num_constrained += 1
+        _require(self.last_plan is plan, f"step {plan.step_id} is constrained after step {self._last_step_id} was submitted")
+        _require(len(masks) == len(plan.rows), f"{len(masks)} masks for {len(plan.rows)} rows")
+        for place, (row, mask) in enumerate(zip(plan.rows, masks, strict=True)):
+            if mask is not None:
+                _require(row.masked, f"sequence {row.seq_id} has a mask, yet its row is not masked")
+                _require(len(mask) == mask_size(self._limits.vocab_size), f"a mask of {len(mask)} bytes")
+                self._slots[row.slot].tokens.pop()
+                samples[place] = self._choose(row, mask)
 
     def _move_pages(self, plan: StepPlan) -> None:
         for page, host_slot in plan.saves:
@@ -360,6 +412,7 @@ class FakeRunner:
         _require(list(row.targets[: len(inside)]) == inside, f"{where}: targets {row.targets} do not follow its tokens")
         _require(slot.target in (None, slot.tokens[row.start]), f"{where}: the target {slot.target} was not the next token")
         slot.target = row.targets[-1] if len(row.targets) == row.count else None
+        _require(UNCHOSEN not in slot.tokens, f"{where}: computes a token whose mask has not come")
         missing = row.count - len(row.tokens)
         _require(missing <= 1, f"{where}: {missing} tokens are left to the device, which knows at most the last")
         _require(
@@ -373,9 +426,16 @@ class FakeRunner:
         pairs = zip(after, row.targets, strict=True)
         return tuple(_score(state, target, num_top, self._limits.vocab_size) for state, target in pairs)
 
-    def _sample(self, row: PlanRow) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+    def _sample(self, row: PlanRow) -> Sample:
+        _require(row.sample or not row.masked, f"sequence {row.seq_id}: masked, and does not sample")
         if not row.sample:
             return (), ()
+        if row.masked:  # until its mask comes
+            self._slots[row.slot].tokens.append(UNCHOSEN)
+            return (UNCHOSEN,), ()
+        return self._choose(row, None)
+
+    def _choose(self, row: PlanRow, mask: bytes | None) -> Sample:
         slot = self._slots[row.slot]
         token = choose_token(
             self.next_token,
@@ -385,6 +445,7 @@ class FakeRunner:
             seed=row.seed,
             stop_ids=row.stop_ids,
             vocab_size=self._limits.vocab_size,
+            mask=mask,
         )
         slot.tokens.append(token)
         if row.params.logprobs is None:
@@ -400,6 +461,7 @@ def expected_output(
     eos_token_ids: Collection[int] = (),
 ) -> tuple[tuple[int, ...], FinishReason]:
     """What `request` must give alone or in any batch, one token at a time. Its seed must be set unless it is greedy."""
+    matcher = None if request.constraint is None else request.constraint.start()
     params = request.params
     assert params.greedy or params.seed is not None, "the oracle cannot guess a seed that the scheduler draws"
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
@@ -407,7 +469,10 @@ def expected_output(
     room = min(limits.max_context, limits.num_pages * limits.page_size + 1) - len(request.prompt)
     max_output = room if params.max_tokens is None else min(room, params.max_tokens)
     tokens = list(request.prompt)
-    for _ in range(max_output):
+    for num_output in range(max_output):
+        mask = None if matcher is None else matcher.mask()
+        if mask is not None and num_output < params.min_tokens and not is_empty(without(mask, stop_ids)):
+            mask = without(mask, stop_ids)
         token = choose_token(
             next_token,
             tokens,
@@ -416,8 +481,11 @@ def expected_output(
             seed=(params.seed or 0) & _MASK,
             stop_ids=stop_ids,
             vocab_size=limits.vocab_size,
+            mask=mask,
         )
         tokens.append(token)
-        if token in stop_ids and len(tokens) - len(request.prompt) > params.min_tokens:
+        if matcher is not None:
+            matcher.advance(token)
+        if token in stop_ids and (num_output >= params.min_tokens or (matcher is not None and matcher.done)):
             return tuple(tokens[len(request.prompt) :]), FinishReason.STOP
     return tuple(tokens[len(request.prompt) :]), FinishReason.LENGTH

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from jaxserve.host.cost import BucketFor, StepCost, work_of
-from jaxserve.plan import RunnerLimits, StepPlan, StepResult, StepStats
+from jaxserve.plan import Masks, RunnerLimits, StepPlan, StepResult, StepStats
 
 SAMPLED_ID = 0
 """What every sequence samples. Prompts have other ids."""
@@ -36,6 +36,9 @@ class CostHandle:
     clock: VirtualClock
     result_then: StepResult
     ready_at: float
+
+    def constrain(self, masks: Masks) -> None:
+        """All tokens are alike here."""
 
     def result(self) -> StepResult:
         self.clock.pass_until(self.ready_at)

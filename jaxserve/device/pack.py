@@ -46,6 +46,7 @@ _FLOAT_FIELDS = (
     "repetition_penalty",
 )
 _SAMPLE_FIELDS = _INT_FIELDS + _FLOAT_FIELDS
+NUM_SAMPLE_FIELDS = len(_SAMPLE_FIELDS)
 
 
 @pytree.dataclass
@@ -136,7 +137,7 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
     tokens, rows, samples = parts["tokens"], parts["rows"], parts["samples"]
     rows[0] = limits.max_seqs
     # Padding must not ask for anything: a repetition penalty of 0 or a top_p of 0 would.
-    samples[:, :] = _padding_sample(limits.max_seqs)[:, None]
+    samples[:, :] = padding_sample(limits.max_seqs)[:, None]
     parts["forbidden"][:] = limits.vocab_size
     known, num_known = parts["known"], 0
     known[1] = -1
@@ -162,8 +163,9 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
             num_known += num_targets
         places.append(sample if row.sample else None)
         if row.sample:
-            samples[:, sample] = _sample_fields(row, token + row.count - 1)
-            if row.params.min_tokens:
+            last_token = token + row.count - 1
+            samples[:, sample] = _unasking_fields(row, last_token) if row.masked else sample_fields(row, last_token)
+            if row.params.min_tokens and not row.masked:
                 parts["forbidden"][sample, : len(row.stop_ids)] = row.stop_ids
             sample += 1
     return packed, places
@@ -183,11 +185,18 @@ def _fields(ints: tuple[int, ...], floats: tuple[float, ...]) -> np.ndarray:
     return np.concatenate([np.array(ints, np.int32), np.array(floats, np.float32).view(np.int32)])
 
 
-def _padding_sample(no_slot: int) -> np.ndarray:
+def padding_sample(no_slot: int) -> np.ndarray:
+    """Fields of a place where nothing is sampled."""
     return _fields((no_slot, 0, 0, 0, 0, 0, -1, 0), (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0))
 
 
-def _sample_fields(row: PlanRow, last_token: int) -> np.ndarray:
+def _unasking_fields(row: PlanRow, last_token: int) -> np.ndarray:
+    """Of a row that will be sampled again, so that it costs the step nothing."""
+    return _fields((row.slot, last_token, row.start + row.count, 0, 0, 0, -1, 0), (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0))
+
+
+def sample_fields(row: PlanRow, last_token: int) -> np.ndarray:
+    """What `SampleRows` has of a row, but for `forbidden`, in its fields' order."""
     params, next_position = row.params, row.start + row.count
     ints = (
         row.slot,
@@ -229,10 +238,7 @@ def unpack(
     num_rows, num_tokens = bucket.num_rows, bucket.num_tokens
     parts = _split(packed, bucket, limits)
     slots, starts, counts = parts["rows"]
-    fields = dict(zip(_SAMPLE_FIELDS, parts["samples"], strict=True))
-    for name in _FLOAT_FIELDS:
-        fields[name] = lax.bitcast_convert_type(fields[name], jnp.float32)
-    samples = SampleRows(forbidden=parts["forbidden"], **fields)
+    samples = sample_rows(parts["samples"], parts["forbidden"])
 
     chunk_ends = bucket.num_single + jnp.cumsum(counts[bucket.num_single :])
     row_offsets = jnp.concatenate([jnp.arange(bucket.num_single + 1), chunk_ends]).astype(jnp.int32)
@@ -254,6 +260,14 @@ def unpack(
         lengths=jnp.where(counts > 0, starts + counts, 0),
     )
     return batch, samples, token_slots, KnownTokens(*parts["known"])
+
+
+def sample_rows(packed: Int[Array, "fields R"], forbidden: Int[Array, "R max_forbidden"]) -> SampleRows:
+    """Columns of `sample_fields`, on the device."""
+    fields = dict(zip(_SAMPLE_FIELDS, packed, strict=True))
+    for name in _FLOAT_FIELDS:
+        fields[name] = lax.bitcast_convert_type(fields[name], jnp.float32)
+    return SampleRows(forbidden=forbidden, **fields)
 
 
 def abstract_upload(bucket: Bucket, limits: RunnerLimits, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -22,8 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import ModelConfig
 from jaxserve.device import compile_counter
 from jaxserve.device.abstract import abstract_state, initial_state, pool_shape
-from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets
+from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets, num_samples
 from jaxserve.device.compiler import release_freed_memory, step_options, uses_onednn
+from jaxserve.device.constrained import ConstrainedSampling
 from jaxserve.device.host_pages import HostPages
 from jaxserve.device.pack import abstract_upload, pack
 from jaxserve.device.prepare import Preparation
@@ -32,7 +33,7 @@ from jaxserve.device.scoring import unpack_columns
 from jaxserve.device.step import DeviceState, StepOutput, jit_step, make_step, num_top_logprobs, state_shardings
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import abstract_params
-from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
+from jaxserve.plan import Masks, PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -47,15 +48,26 @@ def page_bytes(config: ModelConfig, page_size: int, mesh: Mesh, dtype: np.dtype,
     return config.num_layers * math.prod(pool_shape(config, 1, page_size, mesh, attention_impl)) * dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceStep:
-    """A dispatched step; see `plan.StepHandle`."""
+    """A dispatched step; see `plan.StepHandle`.
+
+    Attributes:
+        choose: samples the rows that have a mask; None where no row may have one.
+    """
 
     plan: StepPlan
     places: list[int | None]
     output: StepOutput
     num_top: int
     submit_seconds: float
+    choose: Callable[[Masks], StepOutput] | None = None
+
+    def constrain(self, masks: Masks) -> None:
+        """See `plan.StepHandle`."""
+        assert self.choose is not None, "constrained twice, or without constrained rows"
+        choose, self.choose = self.choose, None
+        self.output = choose(masks)
 
     def result(self) -> StepResult:
         """Wait for the step and read what it sampled."""
@@ -148,6 +160,7 @@ class DeviceRunner:
         self._host_pages: HostPages | None = None
         self._buckets = enumerate_buckets(limits)
         self._steps: dict[Bucket, Any] = {}
+        self._constrained: dict[int, ConstrainedSampling] = {}
         draw_impl, reason = choose_draw(mesh.devices.flat[0].platform, config.vocab_size)
         logger.info("sampling: %s, since %s", draw_impl, reason)
         self._choose = partial(sample, draw_impl=draw_impl)
@@ -193,6 +206,8 @@ class DeviceRunner:
             compiling = {pool.submit(self._compile, bucket): bucket for bucket in order}
             preparation = pool.submit(Preparation, self._abstract_state, self._limits, self._everywhere)
             host_pages = pool.submit(self._make_host_pages)
+            nums_sampled = sorted({num_samples(bucket, self._limits) for bucket in self._buckets})
+            constrained = {num: pool.submit(self._compile_constrained, num) for num in nums_sampled}
             weights = load()
             for done, future in enumerate(as_completed(compiling), start=1):
                 self._steps[compiling[future]] = future.result()
@@ -203,11 +218,13 @@ class DeviceRunner:
             # Whoever interrupts this does not want to wait for what has not begun.
             pool.shutdown(wait=False, cancel_futures=True)
         self._preparation, self._host_pages = preparation.result(), host_pages.result()
+        self._constrained = {num: future.result() for num, future in constrained.items()}
         self._params, self._state = weights.params, self._empty_state(weights.kv_scales)
         for bucket in self._buckets:
             if bucket.num_tokens <= WARM_UP_TOKENS:
-                packed, _ = pack(StepPlan(-1, ()), bucket, self._limits)
-                self._dispatch(bucket, packed).sampled.block_until_ready()
+                plan = StepPlan(-1, ())
+                output = self._dispatch(bucket, pack(plan, bucket, self._limits)[0])
+                self._constrain(plan, [], output, ()).sampled.block_until_ready()
         self._compiles_when_ready = compile_counter.num_compiles()
 
     def time_variant(
@@ -235,7 +252,14 @@ class DeviceRunner:
         bucket = bucket_for_plan(self._buckets, plan)
         packed, places = pack(plan, bucket, self._limits)
         output = self._dispatch(bucket, packed)
-        return DeviceStep(plan, places, output, num_top_logprobs(self._config), time.perf_counter() - started)
+        choose = partial(self._constrain, plan, places, output) if any(row.masked for row in plan.rows) else None
+        return DeviceStep(plan, places, output, num_top_logprobs(self._config), time.perf_counter() - started, choose)
+
+    def _constrain(self, plan: StepPlan, places: list[int | None], output: StepOutput, masks: Masks) -> StepOutput:
+        sampling = self._constrained[output.logits.shape[1]]
+        slots, sampled = sampling(self._state.slots, output.logits, output.sampled, plan, places, masks)
+        self._state = dataclasses.replace(self._state, slots=slots)
+        return dataclasses.replace(output, sampled=sampled)
 
     def _prepare(self, plan: StepPlan) -> None:
         host_pages = self._host_pages
@@ -261,6 +285,10 @@ class DeviceRunner:
         uploaded = jax.device_put(packed, self._everywhere)
         self._state, output = self._steps[bucket](self._params, self._state, uploaded)
         return output
+
+    def _compile_constrained(self, num_rows: int) -> ConstrainedSampling:
+        width = 2 + 2 * num_top_logprobs(self._config)
+        return ConstrainedSampling(self._choose, self._abstract_state.slots, num_rows, width, self._limits, self._mesh)
 
     def _compile(self, bucket: Bucket) -> Any:
         step = make_step(

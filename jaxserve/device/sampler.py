@@ -70,12 +70,22 @@ def choose_draw(platform: str, vocab_size: int) -> tuple[str, str]:
     return "tpu", f"the Pallas kernel takes vocabularies of {vocab_size}"
 
 
-def sample(logits: Float[Array, "V R"], rows: SampleRows, state: SlotState, draw_impl: str = "xla") -> Sampled:
+def sample(
+    logits: Float[Array, "V R"],
+    rows: SampleRows,
+    state: SlotState,
+    draw_impl: str = "xla",
+    allowed: Bool[Array, "V R"] | None = None,
+) -> Sampled:
     """Choose a token for each row; padding rows choose one that means nothing.
 
     Args:
         draw_impl: of `pallas_kernels.sample`, as `choose_draw` has it.
+        allowed: the tokens that each row may choose, at least one; None for all. Log probabilities do not depend on it.
     """
+    all_logits = logits
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
     penalised = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
     adjusts = penalised | (rows.has_bias > 0) | (rows.min_tokens > 0)
     special = jnp.any(adjusts | (rows.temperature > 0))
@@ -89,7 +99,7 @@ def sample(logits: Float[Array, "V R"], rows: SampleRows, state: SlotState, draw
         jnp.zeros((num_rows, num_top), jnp.int32),
         jnp.zeros((num_rows, num_top)),
     )
-    logprob, top_ids, top_logprobs = lax.cond(wanted, lambda: _logprobs(logits.T, tokens, num_top), lambda: nothing)
+    logprob, top_ids, top_logprobs = lax.cond(wanted, lambda: _logprobs(all_logits.T, tokens, num_top), lambda: nothing)
     return Sampled(tokens=tokens, logprob=logprob, top_ids=top_ids, top_logprobs=top_logprobs)
 
 

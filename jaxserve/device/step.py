@@ -49,11 +49,13 @@ class StepOutput:
 
     Attributes:
         sampled: see `pack_sampled`.
+        logits: of the rows that sample, for `constrained`.
         hidden: final hidden states of the rows that sample, at their last tokens; only where the bucket has chunks.
         scores: of known tokens, see `scoring.score`; likewise.
     """
 
     sampled: Int[Array, "R packed"]
+    logits: Float[Array, "V R"]
     hidden: Float[Array, "R E"] | None = None
     scores: Int[Array, "T packed"] | None = None
 
@@ -95,10 +97,10 @@ def make_step(
         logits, hidden = family.head(params, states.at[:, rows.last_token].get(mode="promise_in_bounds"), config)
         sampled = choose(logits, rows, slots)
         slots = dataclasses.replace(slots, tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))
-        output = StepOutput(pack_sampled(sampled))
+        output = StepOutput(pack_sampled(sampled), logits)
         if bucket.chunk_tokens:
             scores = score(lambda x: family.head(params, x, config)[0], states, known, num_top_logprobs(config))
-            output = StepOutput(output.sampled, hidden=hidden.T.astype(jnp.float32), scores=scores)
+            output = dataclasses.replace(output, hidden=hidden.T.astype(jnp.float32), scores=scores)
         return DeviceState(pools=pools, slots=slots, kv_scales=state.kv_scales), output
 
     return step

@@ -74,6 +74,9 @@ class EngineCore:
     With `overlap`, step n+1 is planned and submitted before the result of step n is read, so the device goes from one
     to the next while the host commits. Without, each step is read before the next is planned.
 
+    Constrained rows of step n+1 get their masks when step n has been read, while the device computes step n+1; only then is
+    step n+2 planned.
+
     When the runner raises, every request with a row in flight ends with `FinishReason.ERROR` and returns its pages;
     requests that only hold pages are preempted, since the runner may have lost the pool, and are recomputed; waiting
     ones are untouched. The engine then goes on. After `MAX_FAILURES_IN_A_ROW` failures with no good step between them
@@ -153,9 +156,26 @@ class EngineCore:
                 return self._fail(error)
             self._note_submitted(started)
             self._in_flight.append((plan, handle))
+        events = self._constrain_oldest() if plan is not None and len(self._in_flight) == 1 else []
         if not self._in_flight or (plan is not None and len(self._in_flight) < self._max_in_flight):
+            return events
+        return events + self._collect_oldest()
+
+    def _constrain_oldest(self) -> list[TokenEvent]:
+        """Give the oldest step in flight its masks, which all tokens before it decide; the last events of whoever that ends.
+
+        The device computes the step meanwhile, and the next one is not submitted before.
+        """
+        plan, handle = self._in_flight[0]
+        if not any(row.masked for row in plan.rows):
             return []
-        return self._collect_oldest()
+        masks, events = self._scheduler.masks(plan)
+        if any(mask is not None for mask in masks):
+            try:
+                handle.constrain(masks)
+            except Exception as error:
+                return events + self._fail(error)
+        return events
 
     def _collect_oldest(self) -> list[TokenEvent]:
         plan, handle = self._in_flight.popleft()
@@ -173,7 +193,7 @@ class EngineCore:
         self._num_steps += 1
         self._num_tokens += plan.num_tokens
         self._num_output_tokens += sum(len(event.tokens) for event in events)
-        return events
+        return events + self._constrain_oldest() if self._in_flight else events
 
     def _note_submitted(self, started: float) -> None:
         if not self._in_flight:

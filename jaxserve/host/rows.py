@@ -70,6 +70,7 @@ def new_sequence(
         seed=seed % 2**64,
         stop_ids=params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids),
         max_positions=len(request.prompt) + max(1, max_output) - 1,
+        matcher=None if request.constraint is None else request.constraint.start(),
     )
 
 
@@ -100,7 +101,7 @@ def make_row(seq: Sequence, count: int, *, fresh: bool) -> PlanRow:
         seq.seq_id, seq.slot, start, count, tokens, seq.pages, sample,
         len(request.prompt), request.params, seq.seed, seq.stop_ids, fresh,
         tuple(seq.tokens[:start]) if fresh else (),
-        request.prompt[start + 1 : end + 1] if seq.lacks_scores else (), request.embed,
+        request.prompt[start + 1 : end + 1] if seq.lacks_scores else (), request.embed, sample and seq.matcher is not None,
     )  # fmt: skip
 
 
@@ -114,6 +115,11 @@ def add_scores(seq: Sequence, row: PlanRow, scores: tuple[TokenLogprobs, ...]) -
 def reason_to_finish(seq: Sequence) -> FinishReason | None:
     """Why the output token that was just added ends `seq`, or None if it goes on."""
     num_output = len(seq.tokens) - len(seq.request.prompt)
-    if seq.tokens[-1] in seq.stop_ids and num_output > seq.request.params.min_tokens:
+    if seq.tokens[-1] in seq.stop_ids and (num_output > seq.request.params.min_tokens or _is_complete(seq)):
         return FinishReason.STOP
     return FinishReason.LENGTH if num_output == seq.max_output else None
+
+
+def _is_complete(seq: Sequence) -> bool:
+    """Whether its constraint lets nothing but an end follow."""
+    return seq.matcher is not None and seq.matcher.done

@@ -32,6 +32,7 @@ from jaxserve.host import integrity
 from jaxserve.host.admission import validate
 from jaxserve.host.fair import deadline_order
 from jaxserve.host.heap import SequenceHeap
+from jaxserve.host.masks import masks_of
 from jaxserve.host.memory import Found, Memory
 from jaxserve.host.pace import Pacer
 from jaxserve.host.prefix import PrefixTree
@@ -47,7 +48,7 @@ from jaxserve.host.rows import (
 )
 from jaxserve.host.running import Running
 from jaxserve.host.tier import HostTier
-from jaxserve.plan import RunnerLimits, StepPlan, StepResult
+from jaxserve.plan import Masks, RunnerLimits, StepPlan, StepResult
 from jaxserve.request import FinishReason, Request, Sequence, TokenEvent, TokenLogprobs
 
 
@@ -144,6 +145,7 @@ class Scheduler:
             InvalidRequest: it can never be served, or its id is live.
         """
         validate(request, self._usable)
+        assert request.constraint is not None or not request.params.restricts_tokens, "a restriction that nobody compiled"
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id!r} is live already; ids must be unique", param="request_id")
         drawn_seed = self._random.getrandbits(64) if request.params.seed is None else request.params.seed
@@ -345,6 +347,14 @@ class Scheduler:
 
     # A step ends.
 
+    def masks(self, plan: StepPlan) -> tuple[Masks, list[TokenEvent]]:
+        """What the constrained rows of the oldest plan in flight may sample, now that all before it is committed; and the last
+        events of sequences whose constraint cannot say, which end with ERROR."""
+        oldest, seqs = self._in_flight[0]
+        assert plan is oldest, f"masks of step {plan.step_id} are asked for, step {oldest.step_id} is the oldest in flight"
+        masks, failed = masks_of(plan.rows, seqs)
+        return masks, [self._end(seq, FinishReason.ERROR) for seq in failed]
+
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Take in the result of the oldest plan in flight; one event for each sequence that got a token or ended."""
         oldest, seqs = self._in_flight.popleft()
@@ -372,6 +382,8 @@ class Scheduler:
     def _commit_token(self, seq: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...]) -> TokenEvent:
         scores = () if seq.num_output or not seq.scores else tuple(seq.scores)
         seq.tokens.append(token)
+        if seq.matcher is not None:
+            seq.matcher.advance(token)
         reason = reason_to_finish(seq)
         if reason is not None:
             self._finish(seq, reason)

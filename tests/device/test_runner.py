@@ -14,6 +14,7 @@ from jaxserve.device import compile_counter
 from jaxserve.device.abstract import pool_shape
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.runner import DeviceRunner, page_bytes
+from jaxserve.device.step import StepOutput
 from jaxserve.models.sharding import make_mesh
 from jaxserve.request import Request, SamplingParams
 from tests.cached import CACHED
@@ -53,7 +54,7 @@ def used_buckets(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> set[B
     used = set()
     dispatch = runner._dispatch
 
-    def noting(bucket: Bucket, packed: np.ndarray) -> jax.Array:
+    def noting(bucket: Bucket, packed: np.ndarray) -> StepOutput:
         used.add(bucket)
         return dispatch(bucket, packed)
 

@@ -1,0 +1,138 @@
+"""What of JSON Schema is refused before it is compiled, because the compiler would ignore it or let wrong instances pass.
+
+Draft 2020-12 is what llguidance compiles; it refuses by itself most of what it cannot enforce. Owns the rest: keywords of
+other drafts and of OpenAPI that restrict and that it takes for annotations, combinations that a grammar cannot hold, and what
+its regular expressions mean otherwise than JSON Schema's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MAX_DEPTH = 64
+
+_CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f]")
+"""Characters that JSON can spell with \\u alone, which the compiled grammars do without."""
+
+FOREIGN = {
+    "divisibleBy": "use multipleOf",
+    "disallow": "it is not a keyword of draft 2020-12",
+    "extends": "use allOf",
+    "nullable": 'use "type": [..., "null"] or anyOf',
+    "x-guidance": "the compiler's options are not open",
+}
+"""Keywords that are not of draft 2020-12, yet mean a restriction to whoever writes them; and what to do instead."""
+
+_ONE_SCHEMA = (
+    *("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else"),
+    *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+)
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def prepare_schema(schema: Any) -> dict[str, Any]:
+    """The schema as an object, in which every keyword that restricts is one that the compiler enforces or refuses.
+
+    Args:
+        schema: parsed JSON, which is changed.
+
+    Raises:
+        ValueError: what cannot be used, and where.
+    """
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise ValueError(f"a schema must be an object, found {schema!r:.60}")
+    pending: list[tuple[str, dict[str, Any], int]] = [("", schema, 0)]
+    while pending:
+        where, current, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        _check(where, current)
+        _spell_out_spaces(current)
+        pending.extend((path, child, depth + 1) for path, child in _children(where, current) if not isinstance(child, bool))
+    return schema
+
+
+def _children(where: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in _ONE_SCHEMA:
+        if name in schema and not isinstance(schema[name], list):
+            yield f"{where}/{name}", schema[name]
+    for name in _SCHEMA_LISTS:
+        if isinstance(schema.get(name), list):
+            yield from ((f"{where}/{name}/{i}", child) for i, child in enumerate(schema[name]))
+    for name in _SCHEMA_MAPS:
+        if isinstance(schema.get(name), dict):
+            yield from ((f"{where}/{name}/{key}", child) for key, child in schema[name].items())
+
+
+def _check(where: str, schema: Any) -> None:
+    place = f"at {where[:200]}: " if where else ""
+    if not isinstance(schema, dict):
+        raise ValueError(f"{place}a schema must be an object or a boolean, found {schema!r:.60}")
+    for name, advice in FOREIGN.items():
+        if schema.get(name) not in (None, False):
+            raise ValueError(f"{place}the keyword {name!r} is not supported; {advice}")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ValueError(f"{place}'required' must be an array of strings, found {required!r:.60}")
+    literals = (schema.get("const"), schema.get("enum"), required, list(schema.get("properties") or ()))
+    if any(_CONTROL.search(text) for literal in literals for text in _strings(literal)):
+        raise ValueError(f"{place}a control character in a constant or in a property's name is not supported")
+    _check_min_properties(place, schema, len(set(required)))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings of a JSON value, keys included."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            pending.extend((*item, *item.values()))
+        elif isinstance(item, list):
+            pending.extend(item)
+
+
+def _check_min_properties(place: str, schema: dict[str, Any], num_required: int) -> None:
+    """A grammar counts a key that is repeated twice, whoever parses the object once: so no more may be asked for than are
+    required by name, where names are not."""
+    least = schema.get("minProperties", 0)
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if isinstance(least, (int, float)) and least > max(1, num_required) and not is_closed:
+        raise ValueError(
+            f"{place}'minProperties' {least} is supported only with additionalProperties false and no patternProperties, "
+            f"or up to the number of required properties, {num_required}"
+        )
+
+
+def _spell_out_spaces(schema: dict[str, Any]) -> None:
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = ecma_spaces(schema["pattern"])
+    if isinstance(schema.get("patternProperties"), dict):
+        schema["patternProperties"] = {ecma_spaces(pattern): child for pattern, child in schema["patternProperties"].items()}
+
+
+_ESCAPE_OR_BRACKET = re.compile(r"\\.|[\[\]]", re.DOTALL)
+
+
+def ecma_spaces(pattern: str) -> str:
+    r"""The regular expression with `\s` and `\S` as ECMA-262 has them, to which U+FEFF is a space, where that can be said."""
+    in_class = False
+
+    def replace(match: re.Match[str]) -> str:
+        nonlocal in_class
+        token = match[0]
+        if token in "[]":
+            in_class = token == "["
+        elif token == r"\s":
+            return r"\s\x{FEFF}" if in_class else r"[\s\x{FEFF}]"
+        elif token == r"\S" and not in_class:
+            return r"[^\s\x{FEFF}]"
+        return token
+
+    return _ESCAPE_OR_BRACKET.sub(replace, pattern)

@@ -1,0 +1,48 @@
+"""Which tokens the constrained rows of a step may sample, once every token before them is known.
+
+Pure of the scheduler's state: knows neither plans in flight nor who ends for what.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from jaxserve.constraint import is_empty, without
+from jaxserve.errors import EngineError
+from jaxserve.plan import Masks, PlanRow
+from jaxserve.request import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+def masks_of(rows: Iterable[PlanRow], seqs: Iterable[Sequence]) -> tuple[Masks, list[Sequence]]:
+    """A mask for each row that wants one and whose sequence lives, None for others; and those whose constraint cannot say."""
+    masks: list[bytes | None] = []
+    failed = []
+    for row, seq in zip(rows, seqs, strict=True):
+        mask = None
+        if row.masked and seq.finish_reason is None:
+            try:
+                mask = _next_mask(seq)
+            except EngineError as error:
+                logger.warning("request %s: %s", seq.request.request_id, error)
+                failed.append(seq)
+        masks.append(mask)
+    return tuple(masks), failed
+
+
+def _next_mask(seq: Sequence) -> bytes:
+    """The tokens that a constrained `seq`, whose tokens are all committed, may sample next: not those that end it before
+    `min_tokens`, unless nothing else is left.
+
+    Raises:
+        EngineError: as `Matcher.mask`.
+    """
+    assert seq.matcher is not None
+    mask = seq.matcher.mask()
+    assert not is_empty(mask), "a constraint that allows no token"
+    if seq.num_output < seq.request.params.min_tokens:
+        longer = without(mask, seq.stop_ids)
+        return mask if is_empty(longer) else longer
+    return mask

@@ -1,0 +1,165 @@
+"""Sampling among the tokens of a mask on the device: what may come does, and the same in any batch."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.constraint import mask_of
+from jaxserve.device.constrained import ConstrainedSampling, allowed_tokens, pack_masks, unpack_masks
+from jaxserve.device.runner import DeviceRunner
+from jaxserve.device.sampler import SlotState, empty_state, sample
+from jaxserve.device.step import pack_sampled
+from jaxserve.engine.token_sets import TokenSet
+from jaxserve.models.sharding import make_mesh
+from jaxserve.plan import PlanRow, RunnerLimits, StepPlan
+from jaxserve.request import Request, SamplingParams
+from tests.cached import CACHED
+from tests.real_engines import TINY_MODEL, run, tiny_runner
+
+pytestmark = CACHED
+
+VOCAB = 97
+LIMITS = RunnerLimits(num_pages=8, page_size=8, max_seqs=6, max_step_tokens=8, max_context=32, vocab_size=VOCAB)
+
+
+def row(slot: int, params: SamplingParams, *, masked: bool = True) -> PlanRow:
+    return PlanRow(
+        seq_id=slot,
+        slot=slot,
+        start=4,
+        count=1,
+        tokens=(),
+        pages=[slot],
+        sample=True,
+        num_prompt=3,
+        params=params,
+        seed=slot,
+        stop_ids=(),
+        fresh=False,
+        masked=masked,
+    )
+
+
+@pytest.fixture(scope="module")
+def constrained() -> ConstrainedSampling:
+    mesh = make_mesh(1)
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    slots = jax.eval_shape(lambda: empty_state(LIMITS.max_seqs, LIMITS.max_context, VOCAB))
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), slots)
+    return ConstrainedSampling(partial(sample, draw_impl="xla"), abstract, 6, 42, LIMITS, mesh)
+
+
+def state() -> SlotState:
+    slots = empty_state(LIMITS.max_seqs, LIMITS.max_context, VOCAB)
+    return jax.device_put(slots, jax.NamedSharding(make_mesh(1), jax.P()))
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=2.0, top_k=5, top_p=0.9, logprobs=0),
+    SamplingParams(temperature=1.0, repetition_penalty=1.5, presence_penalty=1.0),
+    SamplingParams(temperature=5.0, min_p=0.01),
+]
+
+
+@pytest.mark.slow
+def test_rows_choose_among_their_masks_and_others_keep_their_tokens(constrained: ConstrainedSampling) -> None:
+    rng = np.random.default_rng(0)
+    logits = jax.device_put(rng.normal(size=(VOCAB, 6)).astype(np.float32), jax.NamedSharding(make_mesh(1), jax.P()))
+    rows = (*(row(slot, params) for slot, params in enumerate(PARAMS)), row(5, PARAMS[0], masked=False))
+    before = rng.integers(0, VOCAB, (6, 42), dtype=np.int32)
+    for _ in range(10):
+        allowed = [sorted(rng.choice(VOCAB, size, replace=False).tolist()) for size in (1, 2, 7, 40, VOCAB)]
+        masks = (*(mask_of(ids, VOCAB) for ids in allowed), None)
+        placed = jax.device_put(before, jax.NamedSharding(make_mesh(1), jax.P()))
+        slots, result = constrained(state(), logits, placed, StepPlan(0, rows), [0, 1, 2, 3, 4, 5], masks)
+        tokens = np.asarray(result)[:, 0]
+        assert all(token in ids for token, ids in zip(tokens, allowed, strict=False))
+        assert tokens[0] == max(allowed[0], key=lambda token: logits[token, 0])
+        assert tokens[1] == max(allowed[1], key=lambda token: logits[token, 1])
+        np.testing.assert_array_equal(np.asarray(result)[5], before[5])
+        np.testing.assert_array_equal(np.asarray(slots.tokens)[:5, 5], tokens[:5])
+        assert np.asarray(slots.tokens)[5].sum() == 0
+        # The model's own distribution, not the mask's.
+        logprobs = np.asarray(jax.nn.log_softmax(logits, axis=0))
+        assert np.asarray(result)[1].view(np.float32)[1] == pytest.approx(logprobs[tokens[1], 1], abs=1e-5)
+        assert np.asarray(result)[1, 2] == np.argmax(logprobs[:, 1])
+
+
+@pytest.mark.slow
+def test_a_mask_of_all_tokens_changes_nothing(constrained: ConstrainedSampling) -> None:
+    logits = jax.device_put(
+        np.random.default_rng(1).normal(size=(VOCAB, 6)).astype(np.float32), jax.NamedSharding(make_mesh(1), jax.P())
+    )
+    rows = tuple(row(slot, params) for slot, params in enumerate(PARAMS))
+    everything = mask_of(range(VOCAB), VOCAB)
+    zeros = jax.device_put(np.zeros((6, 42), np.int32), jax.NamedSharding(make_mesh(1), jax.P()))
+    _, result = constrained(state(), logits, zeros, StepPlan(0, rows), [0, 1, 2, 3, 4], (everything,) * 5)
+    packed = pack_masks(StepPlan(0, rows), [0, 1, 2, 3, 4], (everything,) * 5, 6, LIMITS)
+    free = pack_sampled(sample(logits, unpack_masks(jax.numpy.asarray(packed), VOCAB)[0], state()))
+    np.testing.assert_array_equal(np.asarray(result)[:5], np.asarray(free)[:5])
+
+
+@pytest.mark.parametrize("vocab", [31, 32, 33, 97])
+def test_bits_of_masks(vocab: int) -> None:
+    rng = random.Random(vocab)
+    ids = sorted(rng.sample(range(vocab), vocab // 3))
+    words = np.frombuffer(mask_of(ids, vocab), np.int32)[None]
+    allowed = np.asarray(allowed_tokens(jax.numpy.asarray(words), vocab))
+    assert allowed.shape == (vocab, 1)
+    assert np.nonzero(allowed[:, 0])[0].tolist() == ids
+
+
+ENGINE = EngineConfig(dtype="float32", max_seqs=4, max_step_tokens=64, max_context=160, num_pages=100, page_size=8)
+
+
+@pytest.fixture(scope="module")
+def runner() -> DeviceRunner:
+    return tiny_runner(ENGINE)
+
+
+def mixed(count: int) -> list[Request]:
+    """Two thirds of them constrained, of all kinds of parameters."""
+    vocab = TINY_MODEL.vocab_size
+    odd = TokenSet(mask_of(range(1, vocab, 2), vocab), ((3, 5), (7,)), mask_of([0], vocab))
+    few = TokenSet(mask_of((0, 2, 50), vocab), ((2, 2, 2),), mask_of([0], vocab))
+    kinds = [
+        SamplingParams(temperature=0.0, max_tokens=20),
+        SamplingParams(temperature=0.8, max_tokens=20, seed=3, top_p=0.9, logprobs=2),
+        SamplingParams(temperature=1.0, max_tokens=15, seed=4, frequency_penalty=1.0, min_tokens=6),
+        SamplingParams(temperature=0.0, max_tokens=25, logit_bias=((9, 4.0), (50, 3.0)), logprobs=1),
+    ]
+    return [
+        Request(
+            request_id=str(index),
+            prompt=tuple((index * 7 + i) % vocab for i in range(2 + 5 * (index % 7))),
+            params=kinds[index % len(kinds)],
+            constraint=(None, odd, few)[index % 3],
+            priority=index % 2,
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.slow
+def test_the_same_tokens_alone_and_among_others_overlapped_or_not_and_preempted(runner: DeviceRunner) -> None:
+    requests = mixed(24)
+    free = [request for request in requests if request.constraint is None]
+    reference = run(runner, requests, overlap=False, eos_token_ids=(0,)).outputs
+    assert {token % 2 for token in reference["1"].tokens} == {1}
+    for request in requests:
+        alone = run(runner, [request], eos_token_ids=(0,)).outputs[request.request_id]
+        assert alone.tokens == reference[request.request_id].tokens, request
+    for options in ({}, {"num_pages": 9, "prefill_chunk": 7}, {"prefixes": True}):
+        outputs = run(runner, requests, eos_token_ids=(0,), **options).outputs
+        assert {name: output.tokens for name, output in outputs.items()} == {n: o.tokens for n, o in reference.items()}
+    unconstrained = run(runner, free, eos_token_ids=(0,)).outputs
+    assert all(unconstrained[each.request_id].tokens == reference[each.request_id].tokens for each in free)
+    assert runner.compiles_since_ready == 0
