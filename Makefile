@@ -1,6 +1,6 @@
 # Everything a contributor runs. `make help` lists it; CONTRIBUTING.md says when.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients quick format bench clean
+.PHONY: help demo test test-clients fuzz quick format bench clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -36,7 +36,10 @@ test: .venv/.installed-aot ## install what is missing, then check format, lint, 
 	$(BIN)/pytest
 
 test-clients: .venv-clients/.installed ## drive a running server with other people's clients, in an environment of their own
-	.venv-clients/bin/pytest -c tests/clients/pytest.ini -m 'not fuzz' tests/clients
+	.venv-clients/bin/pytest -c tests/clients/pytest.ini tests/clients
+
+fuzz: .venv-clients/.installed ## five minutes of requests, right and wrong ones, made out of /openapi.json
+	JAXSERVE_FUZZ_SECONDS=300 JAXSERVE_FUZZ_SEED=$$(date +%s) .venv-clients/bin/pytest -c tests/clients/pytest.ini -s tests/clients/test_fuzz.py
 
 quick: .venv/.installed-dev ## the loop while working, under 90 seconds: no slow tests, fewer examples
 	$(BIN)/ruff format --check .
