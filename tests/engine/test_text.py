@@ -248,7 +248,7 @@ def test_a_template_of_the_request_s_own() -> None:
         assert caught.value.param == "chat_template"
 
 
-@pytest.mark.parametrize("depth", [60, 100, 5000, 100_000])
+@pytest.mark.parametrize("depth", [60, 100, 5000])
 def test_deeply_nested_messages_are_refused(depth: int) -> None:
     nested: object = "x"
     for _ in range(depth):
