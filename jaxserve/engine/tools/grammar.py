@@ -1,0 +1,183 @@
+"""Grammars that hold a model to calls of functions, in its own form and with arguments as their schemas have them.
+
+Owns the text of a grammar (Lark, as llguidance reads it) around the arguments and what reasoning may come first. Does not
+compile it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.engine.grammar import JSON_OPTIONS
+from jaxserve.engine.json_schema import prepare_schema
+from jaxserve.engine.tools.formats import Syntax
+from jaxserve.engine.tools.gemma_schema import gemma_rules
+from jaxserve.engine.tools.reasoning import ReasoningFormat
+
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called.
+
+    Attributes:
+        parameters: JSON schema of its arguments.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How a model writes, as far as a grammar has to know.
+
+    Attributes:
+        control_tokens: ids of the texts that are control tokens in its vocabulary.
+        reasoning: what may come before the answer; None for nothing.
+        opened: whether the prompt has opened the reasoning.
+    """
+
+    syntax: Syntax
+    control_tokens: Mapping[str, int]
+    reasoning: ReasoningFormat | None = None
+    opened: bool = False
+
+
+def required_calls(writing: Writing, functions: Sequence[Function], *, single: bool) -> str:
+    """A grammar of answers that are calls and nothing else, but for reasoning before them.
+
+    Args:
+        single: exactly one call; else at least one.
+
+    Raises:
+        ValueError: arguments cannot be held to a function's schema; with the reason.
+    """
+    lark = _Lark(writing)
+    sequence = lark.sequence(functions, single=single)
+    return lark.grammar(f"{lark.reasoning()} SPACE {sequence}", "SPACE: /[ \\n]{0,4}/")
+
+
+def triggered_calls(writing: Writing, functions: Sequence[Function], *, single: bool) -> str:
+    """A grammar of any answers, in which what begins as a call goes on as one.
+
+    Args:
+        single: at most one call.
+
+    Raises:
+        ValueError: as `required_calls`.
+    """
+    lark = _Lark(writing)
+    syntax = writing.syntax
+    if not syntax.trigger:
+        sequence = lark.sequence(functions, single=single)
+        return lark.grammar(
+            f"{lark.reasoning()} SPACE ({sequence} | other)?", "SPACE: /[ \\n]{0,4}/", "other: /[^\\s{](.|\\n)*/"
+        )
+    if syntax.before:
+        sequence = lark.sequence(functions, single=single, without=syntax.trigger)
+    else:
+        sequence = lark.call(functions, without=syntax.trigger)
+    # Nothing comes after a single call, or it could be another.
+    answer = f"(before {sequence} | after)" if single else f"(before {sequence})* after"
+    plain = lark.plain()
+    rules = (lark.up_to("before", syntax.trigger, text=plain), f"after: {plain}")
+    return lark.grammar(f"{lark.reasoning()} {answer}", *rules)
+
+
+class _Lark:
+    """Builds a grammar's text, rule by rule."""
+
+    def __init__(self, writing: Writing) -> None:
+        self._writing = writing
+        self._rules = ["TEXT: /(.|\\n)*/"]
+        self._names: set[str] = set()
+        tokens = sorted(writing.control_tokens, key=len, reverse=True)
+        self._control = re.compile(f"({'|'.join(map(re.escape, tokens))})" if tokens else "((?!))")
+
+    def grammar(self, start: str, *rules: str) -> str:
+        """The whole text."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *rules, *self._rules, ""])
+
+    def terms(self, text: str) -> str:
+        """`text` as terms of a rule: control tokens by their ids, all else as strings."""
+        tokens = self._writing.control_tokens
+        pieces = [piece for piece in self._control.split(text) if piece]
+        return " ".join(f"<[{tokens[piece]}]>" if piece in tokens else json.dumps(piece) for piece in pieces)
+
+    def up_to(self, name: str, marker: str, *, text: str = "TEXT") -> str:
+        """The rule `name` of any text up to and with the first `marker`."""
+        if marker in self._writing.control_tokens:
+            return f"{name}: {text} {self.terms(marker)}"  # which no text spells
+        return f"{name}[lazy]: {text} {self.terms(marker)}"
+
+    def plain(self) -> str:
+        """The terminal of text that does not begin as reasoning does, where that is text and may come."""
+        reasoning = self._writing.reasoning
+        if reasoning is None or self._writing.opened or reasoning.open in self._writing.control_tokens:
+            return "TEXT"
+        self._rules.append(f"PLAIN: TEXT & ~/{re.escape(reasoning.open)}(.|\\n)*/")
+        return "PLAIN"
+
+    def reasoning(self) -> str:
+        """What may, or if it is open must, come before the answer."""
+        reasoning = self._writing.reasoning
+        if reasoning is None:
+            return ""
+        if self._writing.opened:
+            self._rules.append(self.up_to("thought", reasoning.close))
+            return "thought"
+        # One lexeme where the tags are text: its beginning alone is always part of a longer one.
+        text = "TEXT" if reasoning.open in self._writing.control_tokens else f"{self.terms(reasoning.open)} TEXT"
+        opening = self.terms(reasoning.open) if text == "TEXT" else ""
+        self._rules.append(self.up_to("thought", reasoning.close, text=text))
+        return f"({opening} thought)?"
+
+    def sequence(self, functions: Sequence[Function], *, single: bool, without: str = "") -> str:
+        """One call or more with what stands around them, `without` its beginning."""
+        syntax = self._writing.syntax
+        call = self.call(functions)
+        before = self.terms(syntax.before.removeprefix(without))
+        further = "" if single else f"({self.terms(syntax.between)} {call})*"
+        return f"{before} {call} {further} {self.terms(syntax.after)}"
+
+    def call(self, functions: Sequence[Function], *, without: str = "") -> str:
+        """The rule of a call, `without` its beginning."""
+        syntax = self._writing.syntax
+        for i, function in enumerate(functions):
+            opening = self.terms(syntax.call(function.name).removeprefix(without))
+            self._rules.append(f"call_{i}: {opening} arguments_{i} {self.terms(syntax.after_call)}")
+            self._rules += self._arguments(f"arguments_{i}", function)
+        self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+        return "call"
+
+    def _string(self, quote: str) -> str:
+        """Any string between quote tokens."""
+        if "to_quote" not in self._names:
+            self._rules.append(self.up_to("to_quote", quote))
+            self._names.add("to_quote")
+        return f"{self.terms(quote)} to_quote"
+
+    def _arguments(self, name: str, function: Function) -> list[str]:
+        try:
+            schema = prepare_schema(_object_schema(function.parameters))
+            if quote := self._writing.syntax.quote:
+                return gemma_rules(name, schema, self.terms(quote), self._string(quote))
+        except ValueError as error:
+            raise ValueError(f"the parameters of {function.name!r:.100}: {error}") from None
+        return [f"{name}: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"]
+
+
+def _object_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema for an object of arguments; the caller's is not changed."""
+    schema: dict[str, Any] = json.loads(json.dumps(parameters))
+    kind = schema.setdefault("type", "object")
+    if kind != "object":
+        raise ValueError(f"'type' must be 'object', found {kind!r:.60}")
+    return schema
