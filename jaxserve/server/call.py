@@ -6,8 +6,9 @@ for is in `terms`, the way back in `wire`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.tools.dialect import Reading
@@ -41,6 +42,7 @@ class Call:
         priority: of the requests if the body has one, else None.
         timeout: seconds that the whole answer may take, or None.
         reading: how answers are read as reasoning, text and calls; None for text alone.
+        echo: what the answer repeats of the body.
     """
 
     call_id: str
@@ -56,6 +58,7 @@ class Call:
     priority: int | None = None
     timeout: float | None = None
     reading: Reading | None = None
+    echo: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_model(wanted: str, model: str) -> None:

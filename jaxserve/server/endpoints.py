@@ -24,6 +24,8 @@ from jaxserve.server.keys import Caller
 from jaxserve.server.metrics import TokenClock
 from jaxserve.server.openai import parse_chat, parse_completion
 from jaxserve.server.openai_form import form_of
+from jaxserve.server.responses import parse_responses
+from jaxserve.server.responses_form import ResponsesForm
 from jaxserve.server.service import Model, Service
 from jaxserve.server.terms import grant
 
@@ -43,8 +45,9 @@ class Endpoint:
 
 COMPLETIONS = Endpoint("completions", "cmpl-", parse_completion, form_of(wire.CompletionShape))
 CHAT = Endpoint("chat_completions", "chatcmpl-", parse_chat, form_of(wire.ChatShape))
+RESPONSES = Endpoint("responses", "resp_", parse_responses, ResponsesForm)
 
-BATCH_ENDPOINTS = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
+BATCH_ENDPOINTS = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES}
 """What the lines of a batch may be for, by path."""
 
 

@@ -17,10 +17,10 @@ from aiohttp import web
 
 from jaxserve import __version__
 from jaxserve.errors import InvalidRequest, JaxserveError, ModelNotFound, NotReady, QueueFull
-from jaxserve.server import batches, files, metrics, tokenization, wire
+from jaxserve.server import metrics, tokenization, wire
 from jaxserve.server.access import SERVICE, caller_of
 from jaxserve.server.answers import Answer, Outcome
-from jaxserve.server.endpoints import CHAT, COMPLETIONS, Endpoint, generating, read_call
+from jaxserve.server.endpoints import CHAT, COMPLETIONS, RESPONSES, Endpoint, generating, read_call
 from jaxserve.server.joining import Begun
 from jaxserve.server.keys import Caller
 from jaxserve.server.schema.document import document
@@ -43,6 +43,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
     return await _answer(request, CHAT)
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/responses`."""
+    return await _answer(request, RESPONSES)
 
 
 @contextmanager
@@ -190,6 +195,7 @@ async def openapi(request: web.Request) -> web.Response:
 ROUTES = [
     web.post("/v1/completions", completions),
     web.post("/v1/chat/completions", chat_completions),
+    web.post("/v1/responses", responses),
     web.post("/tokenize", tokenization.tokenize),
     web.post("/detokenize", tokenization.detokenize),
     web.get("/tokenizer_info", tokenization.tokenizer_info),
@@ -201,6 +207,4 @@ ROUTES = [
     web.get("/metrics", export_metrics),
     web.get("/version", version),
     web.get("/openapi.json", openapi),
-    *files.ROUTES,
-    *batches.ROUTES,
 ]

@@ -17,12 +17,13 @@ HELLO = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": HELLO},
+    "/v1/responses": {"input": "hello"},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5]},
 }
 """The least that each route takes beside a model."""
 
-WITHOUT_MODEL = {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"}
+WITHOUT_MODEL: set[str] = set()
 """Routes that take a body and no model."""
 
 

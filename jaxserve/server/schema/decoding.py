@@ -52,6 +52,18 @@ def decode[B: msgspec.Struct](data: bytes | Mapping[str, Any], cls: type[B]) -> 
         raise InvalidRequest("the body is nested too deeply") from None
 
 
+def decode_part[B: msgspec.Struct](where: str, value: Mapping[str, Any], cls: type[B]) -> B:
+    """The struct that an object inside a body spells; `where` is what errors call it.
+
+    Raises:
+        InvalidRequest: it is not as `cls` has it.
+    """
+    try:
+        return msgspec.convert(value, cls)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), value, types.type_info(cls), where) from None
+
+
 @functools.cache
 def _decoder[B: msgspec.Struct](cls: type[B]) -> msgspec.json.Decoder[B]:
     return msgspec.json.Decoder(cls)
@@ -150,10 +162,10 @@ def check_text(name: str, text: str) -> str:
 # --- from a failure to its explanation --------------------------------------------------------------------------------
 
 
-def _explain(message: str, value: Any, root: types.Type) -> InvalidRequest:
-    """What to say of a body that the decoder refused with `message`."""
+def _explain(message: str, value: Any, root: types.Type, where: str = "") -> InvalidRequest:
+    """What to say of a body, or of the part of it that is at `where`, that the decoder refused with `message`."""
     place = _PLACE.search(message)
-    path, value, node = _follow(place[1] if place else "$", value, root)
+    path, value, node = _follow(where, place[1] if place else "$", value, root)
     if _IN_KEY in message and isinstance(value, dict):
         return _explain_key(path, value, node)
     struct = _variant_for(node, value)
@@ -168,9 +180,8 @@ def _explain(message: str, value: Any, root: types.Type) -> InvalidRequest:
     return invalid(path, expected_of(node), value)
 
 
-def _follow(place: str, value: Any, node: types.Type) -> tuple[str, Any, types.Type]:
-    """The field that the decoder calls `place`: its name as errors have it, its value and its type."""
-    path = ""
+def _follow(path: str, place: str, value: Any, node: types.Type) -> tuple[str, Any, types.Type]:
+    """The field that the decoder calls `place`, within `path`: its name as errors have it, its value and its type."""
     for name, index in _STEP.findall(place):
         variant = _variant_for(node, value)
         if isinstance(variant, types.StructType) and isinstance(value, dict) and name:

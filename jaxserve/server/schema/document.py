@@ -103,7 +103,8 @@ def _responses(operation: Operation, ref_of: Mapping[type, Json], needs_key: boo
         content[operation.answer] = {"schema": {"type": "string"}}
     described = "The answer."
     if operation.event is not None:
-        described = "The answer; with `stream`, server-sent events, of which the last is `[DONE]`."
+        ending = "each with its name" if operation.event_names else "of which the last is `[DONE]`"
+        described = f"The answer; with `stream`, server-sent events, {ending}."
         content["text/event-stream"] = {"schema": {"type": "string", "x-event": ref_of[operation.event]}}
     responses: Json = {"200": {"description": described, "content": content}}
     statuses = {*operation.errors, 500, *([401] if needs_key else [])}

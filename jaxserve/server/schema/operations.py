@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.schema import answers, stored
+from jaxserve.server.schema import answers
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.completions import CompletionRequest
+from jaxserve.server.schema.response_answers import Response, ResponseEvent
+from jaxserve.server.schema.responses import ResponsesRequest
 from jaxserve.server.schema.tokenization import DetokenizeRequest, TokenizeRequest
 
-STORED_ERRORS = (400, 404)
 GENERATION_ERRORS = (400, 403, 404, 408, 413, 415, 422, 429, 503)
 
 
@@ -27,6 +28,7 @@ class Operation:
         query: the parameters in the URL, as a struct; None for none.
         answer: the struct of a 200; or the content type of one that is not JSON.
         event: the struct in each event of the stream that it may be asked for; None where there is no such thing.
+        event_names: whether events have names, by which the last is known; else that is `[DONE]`.
         unavailable: the struct of a 503, where that is no error object.
         errors: statuses beside 401 (of all that need a key) and 500.
         is_open: whether it needs no key.
@@ -39,6 +41,7 @@ class Operation:
     query: Any = None
     answer: Any
     event: Any = None
+    event_names: bool = False
     unavailable: Any = None
     errors: tuple[int, ...] = ()
     is_open: bool = False
@@ -58,6 +61,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         body=ChatRequest,
         answer=answers.ChatCompletion,
         event=answers.ChatChunk,
+        errors=GENERATION_ERRORS,
+    ),
+    ("POST", "/v1/responses"): Operation(
+        summary="Answer a conversation, in items.",
+        body=ResponsesRequest,
+        answer=Response,
+        event=ResponseEvent,
+        event_names=True,
         errors=GENERATION_ERRORS,
     ),
     ("POST", "/tokenize"): Operation(
@@ -80,35 +91,6 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         answer=answers.CacheDropped,
         errors=(403, 503),
         is_admin=True,
-    ),
-    ("POST", "/v1/files"): Operation(
-        summary="Keep a file.", form=stored.FileForm, answer=stored.File, errors=(*STORED_ERRORS, 408, 413, 507)
-    ),
-    ("GET", "/v1/files"): Operation(
-        summary="The files of the API key.", query=stored.FileQuery, answer=stored.FileList, errors=STORED_ERRORS
-    ),
-    ("GET", "/v1/files/{file_id}"): Operation(summary="What is known of a file.", answer=stored.File, errors=(404,)),
-    ("DELETE", "/v1/files/{file_id}"): Operation(
-        summary="Delete a file. Batches that read it go on.", answer=stored.FileDeleted, errors=(404, 507)
-    ),
-    ("GET", "/v1/files/{file_id}/content"): Operation(
-        summary="The content of a file.", answer="application/octet-stream", errors=(404,)
-    ),
-    ("POST", "/v1/batches"): Operation(
-        summary="Answer the requests in a file while there is time.",
-        body=stored.BatchRequest,
-        answer=stored.Batch,
-        errors=(*STORED_ERRORS, 408, 413, 415, 429, 503, 507),
-    ),
-    ("GET", "/v1/batches"): Operation(
-        summary="The batches of the API key, newest first.",
-        query=stored.BatchQuery,
-        answer=stored.BatchList,
-        errors=STORED_ERRORS,
-    ),
-    ("GET", "/v1/batches/{batch_id}"): Operation(summary="A batch as it is now.", answer=stored.Batch, errors=(404,)),
-    ("POST", "/v1/batches/{batch_id}/cancel"): Operation(
-        summary="Answer no more lines of a batch.", answer=stored.Batch, errors=(404, 409, 503, 507)
     ),
     ("GET", "/health"): Operation(
         summary="Whether the process can still serve, now or once it has loaded.",

@@ -21,6 +21,7 @@ from jaxserve.server.schema.completions import CompletionRequest
 from jaxserve.server.schema.decoding import decode
 from jaxserve.server.schema.document import document
 from jaxserve.server.schema.operations import OPERATIONS
+from jaxserve.server.schema.responses import ResponsesRequest
 from jaxserve.server.schema.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.server.serving import MODEL, serving
 
@@ -59,6 +60,7 @@ JSON = st.recursive(
 BODIES: dict[type, dict[str, Any]] = {
     CompletionRequest: {"model": "m", "prompt": "x"},
     ChatRequest: {"model": "m", "messages": MESSAGES},
+    ResponsesRequest: {"model": "m", "input": "x"},
     TokenizeRequest: {"prompt": "x"},
     DetokenizeRequest: {"tokens": [5]},
 }
@@ -115,20 +117,23 @@ ASKED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, **more}
         for more in [*VARIANTS, {"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "stream": True}]
     ],
+    ("POST", "/v1/responses"): [
+        {"model": MODEL, "input": "x", "max_output_tokens": 9, **more}
+        for more in [
+            {},
+            {"stream": True},
+            {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+            {"temperature": 0},
+        ]
+    ],
     ("POST", "/tokenize"): [{"prompt": "x", "return_token_strs": True}, {"messages": MESSAGES}],
     ("POST", "/detokenize"): [{"tokens": [5]}],
 }
 
 
-STORED = ("/v1/files", "/v1/batches")
-"""They need something to be there first: test_batches.py holds them to what the document says."""
-
-
 async def test_answers_are_as_it_says() -> None:
     async with serving(config=HttpConfig(port=0, admin_key="secret")) as server:
         for (method, path), operation in OPERATIONS.items():
-            if path.startswith(STORED):
-                continue
             for body in ASKED.get((method, path), [{}] if operation.body is None else []):
                 options = {"json": body} if body else {}
                 headers = {"Authorization": "Bearer secret"}
@@ -137,10 +142,13 @@ async def test_answers_are_as_it_says() -> None:
                     data = await response.read()
                     assert response.status == 200, (path, data)
                     if response.content_type == "text/event-stream":
-                        events = data.decode().split("\n\n")
-                        assert events[-2:] == ["data: [DONE]", ""]
-                        for event in events[:-2]:
-                            msgspec.json.decode(event.removeprefix("data: "), type=operation.event)
+                        *events, last, rest = data.decode().split("\n\n")
+                        assert rest == ""
+                        assert (last == "data: [DONE]") != operation.event_names
+                        for event in [*events, last] if operation.event_names else events:
+                            name, _, body = event.rpartition("data: ")
+                            assert bool(name) == operation.event_names
+                            msgspec.json.decode(body, type=operation.event)
                     elif isinstance(operation.answer, str):
                         assert response.content_type == operation.answer
                     else:
