@@ -160,7 +160,11 @@ def test_what_is_refused(name: str) -> None:
 
 SHARED = {
     **{name: value for name, (value, _) in SAMPLING.items() if name in PASSED_ON},
-    "priority": "batch", "timeout": 1.5, "cache_salt": "s", "stream": True, "user": "me",
+    "priority": "batch",
+    "timeout": 1.5,
+    "cache_salt": "s",
+    "stream": True,
+    "user": "me",
 }
 
 
