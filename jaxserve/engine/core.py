@@ -120,6 +120,11 @@ class EngineCore:
         return self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end every sequence which does not ignore them."""
+        return self._scheduler.eos_token_ids
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has something to do: a live request, or a result to collect."""
         return bool(self._in_flight) or self._scheduler.num_live > 0

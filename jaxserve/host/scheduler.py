@@ -86,7 +86,7 @@ class Scheduler:
         check_can_progress(limits, prefill_chunk)
         self._limits = self._usable = limits
         self._prefill_chunk = prefill_chunk
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
         self._clock = clock
         self._pacer = pacer
@@ -149,7 +149,7 @@ class Scheduler:
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id!r} is live already; ids must be unique", param="request_id")
         drawn_seed = self._random.getrandbits(64) if request.params.seed is None else request.params.seed
-        seq = new_sequence(request, self._next_seq_id, self._usable, self._eos_token_ids, seed=drawn_seed)
+        seq = new_sequence(request, self._next_seq_id, self._usable, self.eos_token_ids, seed=drawn_seed)
         self._next_seq_id += 1
         self._live[request.request_id] = seq
         self._waiting.push(seq)

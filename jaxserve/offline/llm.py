@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from jaxserve.config import EngineConfig, ServeConfig, from_mapping
 from jaxserve.engine.chat import Message
+from jaxserve.engine.constraints import Constraints
 from jaxserve.errors import EngineError, InvalidRequest
 from jaxserve.offline.generation import Completion, Engine, Generation
 from jaxserve.request import FinishReason, Request, SamplingParams
@@ -41,13 +42,17 @@ class LLM:
         # Loading JAX takes seconds; whoever only imports this module need not wait for it.
         from jaxserve import launch
 
-        self._engine: Engine = launch.build_engine(ServeConfig(model=model, engine=engine_config))
+        self._own(launch.build_engine(ServeConfig(model=model, engine=engine_config)))
+
+    def _own(self, engine: Engine) -> None:
+        self._engine = engine
+        self._constraints = Constraints(engine.tokenizer, engine.limits.vocab_size, engine.core.eos_token_ids)
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
         """An `LLM` over an engine that is already built; it closes the engine when it is closed."""
         llm = cls.__new__(cls)
-        llm._engine = engine
+        llm._own(engine)
         return llm
 
     def generate(
@@ -105,7 +110,9 @@ class LLM:
         try:
             for index, (prompt, each) in enumerate(zip(prompts, _params_for(prompts, params), strict=True)):
                 try:
-                    generation.add(Request(request_id=str(index), prompt=tuple(prompt), params=each))
+                    constraint = self._constraints.of(each)
+                    request = Request(request_id=str(index), prompt=tuple(prompt), params=each, constraint=constraint)
+                    generation.add(request)
                 except InvalidRequest as error:
                     raise InvalidRequest(f"prompt {index}: {error}", param=error.param) from None
             while generation.num_live:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.batch_file import CHAT_URL, COMPLETIONS_URL, InputLine
+from jaxserve.engine.constraints import Constraints
 from jaxserve.errors import EngineError, InvalidRequest, JaxserveError
 from jaxserve.host.admission import validate
 from jaxserve.offline.generation import Completion, Engine
 from jaxserve.request import Request
 from jaxserve.server.call import Call
+from jaxserve.server.constraining import constrain
 from jaxserve.server.openai import parse_chat, parse_completion
 from jaxserve.server.ranking import shown_choices
 from jaxserve.server.wire import ChatShape, CompletionShape, Shape, error_body, status_of, usage, whole
@@ -57,6 +59,7 @@ class Translator:
         self._tokenizer = engine.tokenizer
         self._model_name = engine.model_name
         self._limits = engine.limits
+        self._constraints = Constraints(engine.tokenizer, engine.limits.vocab_size, engine.core.eos_token_ids)
         self._options = options
         self._shapes: dict[str, Shape] = {
             COMPLETIONS_URL: CompletionShape(engine.tokenizer),
@@ -82,6 +85,7 @@ class Translator:
             raise InvalidRequest("a line that is not in batch format has one prompt and one choice", param="n")
         for request in call.requests:
             validate(request, self._limits)
+        call = replace(call, requests=constrain(call.requests, self._constraints))
         name = f"line {line.number}" if line.custom_id is None else f"id {line.custom_id}"
         requests = tuple(self._with_seed(request, f"{name} {index}") for index, request in enumerate(call.requests))
         return replace(call, requests=requests)

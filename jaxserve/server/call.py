@@ -14,6 +14,7 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.tools.dialect import Reading
 from jaxserve.errors import ContextExceeded, InvalidRequest, ModelNotFound
 from jaxserve.request import INTERACTIVE_PRIORITY, PRIORITY_NAMES, Request, SamplingParams
+from jaxserve.server.constraining import grammar_of
 from jaxserve.server.schema.common import GenerationRequest, StreamOptions
 
 MAX_SEQUENCES = 2048
@@ -94,6 +95,9 @@ def sampling_params(body: GenerationRequest, *, max_tokens: int | None, logprobs
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logit_bias=tuple((int(key), bias) for key, bias in (body.logit_bias or {}).items()),
+        grammar=grammar_of(body, body.response_format),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=tuple(body.bad_words or ()),
         **given,
     )
 

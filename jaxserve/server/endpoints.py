@@ -17,6 +17,7 @@ from typing import Any
 from jaxserve.errors import InvalidRequest
 from jaxserve.server import wire
 from jaxserve.server.call import Call
+from jaxserve.server.constraining import constrain
 from jaxserve.server.form import MakeForm
 from jaxserve.server.generation import Generation
 from jaxserve.server.joining import Begun
@@ -63,7 +64,11 @@ async def read_call(data: bytes, endpoint: Endpoint, model: Model) -> Call:
         max_context = model.terms.limits.max_context
         return endpoint.parse(data, model.tokenizer, model=model.name, max_context=max_context, call_id=call_id)
 
-    return parse() if len(data) < LARGE_BODY else await asyncio.to_thread(parse)
+    call = parse() if len(data) < LARGE_BODY else await asyncio.to_thread(parse)
+    if any(request.params.restricts_tokens for request in call.requests):
+        # A grammar may take long to compile.
+        return replace(call, requests=await asyncio.to_thread(constrain, call.requests, model.constraints))
+    return call
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import HttpConfig
 from jaxserve.engine.async_engine import AsyncEngine, Core
+from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.text import ChatRules, Tokenizer
 from jaxserve.engine.tools.dialect import choose_dialect
 from jaxserve.errors import EngineError, NotReady
@@ -68,6 +69,7 @@ class Model:
     engine: AsyncEngine
     terms: Terms
     created: int
+    constraints: Constraints
 
 
 class Service:
@@ -124,7 +126,8 @@ class Service:
             special_tokens_in_messages=self.config.special_tokens_in_messages,
             trust_request_chat_template=self.config.trust_request_chat_template,
         )
-        self._model = Model(parts.model_name, tokenizer.with_rules(rules), engine, terms, int(now()))
+        constraints = Constraints(tokenizer, parts.limits.vocab_size, parts.core.eos_token_ids)
+        self._model = Model(parts.model_name, tokenizer.with_rules(rules), engine, terms, int(now()), constraints)
         logger.info("ready: serving %s", parts.model_name)
 
     @property

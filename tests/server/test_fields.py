@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.constraint import JSON_OBJECT, Grammar, GrammarKind
 from jaxserve.request import Request
 from jaxserve.server.schema.body import limited_fields
 from jaxserve.server.schema.chat import ChatRequest
@@ -170,6 +171,7 @@ class Probe:
     beside: dict[str, Any] = field(default_factory=dict)
 
 
+PARAMETER = {"response_format": "grammar", "structured_outputs": "grammar"}
 SAMPLING: dict[str, tuple[Any, Any]] = {
     "min_tokens": (2, 2),
     "temperature": (0.7, 0.7),
@@ -184,6 +186,10 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
     "stop": (["END"], ("END",)),
     "stop_token_ids": ([5], (5,)),
     "ignore_eos": (True, True),
+    "response_format": ({"type": "json_object"}, Grammar(GrammarKind.JSON_SCHEMA, JSON_OBJECT, "response_format")),
+    "structured_outputs": ({"regex": "[ab]+"}, Grammar(GrammarKind.REGEX, "[ab]+", "structured_outputs.regex")),
+    "allowed_token_ids": ([7, 8], (7, 8)),
+    "bad_words": (["hello"], ("hello",)),
     "include_stop_str_in_output": (True, True),
     "skip_special_tokens": (False, False),
 }
@@ -193,7 +199,9 @@ def of_sampling(name: str, value: Any, expected: Any) -> Probe:
     return Probe(
         value,
         lambda new, old: (
-            getattr(new.requests[0].params, name) == expected and getattr(old.requests[0].params, name) != expected
+            getattr(new.requests[0].params, PARAMETER.get(name, name)) == expected
+            and getattr(old.requests[0].params, PARAMETER.get(name, name)) != expected
+            and new.status == 200
         ),
     )
 

@@ -10,8 +10,17 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from jaxserve.request import MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS, MIN_PRIORITY
+from jaxserve.request import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
+    MAX_STOP_TOKEN_IDS,
+    MIN_PRIORITY,
+)
 from jaxserve.server.schema.body import Body, Refused, noun, only
+from jaxserve.server.schema.constraints import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
 MAX_TOKENS = 2**31 - 1
@@ -123,10 +132,23 @@ class AnyGenerationRequest(Body, frozen=True, kw_only=True):
     ) = None
     user: Annotated[str, Meta(description="Who asks; the answer does not depend on it.")] | None = None
 
-    allowed_token_ids: Refused = None
-    bad_words: Annotated[Any, only([])] = None
+    structured_outputs: Annotated[StructuredOutputs, Meta(description="What the output has to be.")] | None = None
+    allowed_token_ids: (
+        Annotated[
+            list[TokenId],
+            Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, description="No other token is sampled, nor an end."),
+        ]
+        | None
+    ) = None
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
+            Meta(max_length=MAX_BAD_WORDS, description="None of these comes, as the tokenizer spells it."),
+        ]
+        | None
+    ) = None
+
     spaces_between_special_tokens: Annotated[Any, only(True)] = None
-    structured_outputs: Refused = None
 
 
 class GenerationRequest(AnyGenerationRequest, frozen=True, kw_only=True):
@@ -134,10 +156,10 @@ class GenerationRequest(AnyGenerationRequest, frozen=True, kw_only=True):
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Choices for each prompt; 1 if not given.")] | None = None
     stream_options: StreamOptions | None = None
+    response_format: Annotated[ResponseFormat, Meta(description="What the output has to be.")] | None = None
 
     echo: Annotated[Any, only(False)] = None
     length_penalty: Annotated[Any, only(1)] = None
     prompt_logprobs: Refused = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
     truncate_prompt_tokens: Refused = None
     use_beam_search: Annotated[Any, only(False)] = None
