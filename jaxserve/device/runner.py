@@ -214,11 +214,11 @@ class DeviceRunner:
                 release_freed_memory()
                 if progress is not None:
                     progress(done, len(order))
+            self._preparation, self._host_pages = preparation.result(), host_pages.result()
+            self._constrained = {num: future.result() for num, future in constrained.items()}
         finally:
             # Whoever interrupts this does not want to wait for what has not begun.
             pool.shutdown(wait=False, cancel_futures=True)
-        self._preparation, self._host_pages = preparation.result(), host_pages.result()
-        self._constrained = {num: future.result() for num, future in constrained.items()}
         self._params, self._state = weights.params, self._empty_state(weights.kv_scales)
         for bucket in self._buckets:
             if bucket.num_tokens <= WARM_UP_TOKENS:
