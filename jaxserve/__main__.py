@@ -15,7 +15,8 @@ from jaxserve.errors import JaxserveError
 from jaxserve.flags import add_engine_flags, add_http_flags, add_model_flags, serve_config_from_args
 
 SERVE_DESCRIPTION = """\
-Serve a model over HTTP, as the OpenAI API has it: /v1/models, /v1/completions and /v1/chat/completions, with streaming.
+Serve a model over HTTP, as the OpenAI API has it: /v1/models, /v1/completions and /v1/chat/completions, with streaming,
+and /v1/files and /v1/batches, which outlive the server in --state-dir.
 /health answers while the process can serve, /ready once every program is compiled; these two take no API key. /metrics is for
 Prometheus. Requests beyond the queue's bounds, or too late for --slo-ttft-ms, are answered 429 with Retry-After.
 SIGTERM stops new requests, lets running ones finish, and exits 0.

@@ -1,7 +1,7 @@
-"""Input files of offline runs: lines with a request each, in three formats. Standard library only.
+"""Files of batches, offline and over HTTP: lines with a request each, in three formats, and lines with what came of them.
 
 Owns what a line may be, and reading a file of any size without holding it. Knows the API's URLs, not its fields: a body is
-checked where it is turned into a request.
+checked where it is turned into a request. Standard library only.
 """
 
 from __future__ import annotations
@@ -140,6 +140,17 @@ def parse_batch_line(number: int, line: bytes, url: str) -> InputLine:
     if not isinstance(value, dict):
         raise InvalidRequest(f"expected a JSON object, found {type(value).__name__}")
     return _parse_batch(number, value, (url,))
+
+
+def answered(result_id: str, custom_id: str | None, request_id: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """The output line in batch format for a line that was answered, be it with an error: a status and a body, as over HTTP."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return {"id": result_id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def unanswered(result_id: str, custom_id: str | None, code: str, message: str) -> dict[str, Any]:
+    """The output line in batch format for a line that nobody got to."""
+    return {"id": result_id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
 
 
 def custom_id_of(line: bytes) -> str | None:

@@ -141,6 +141,9 @@ class HttpConfig:
         host: address to listen on; 0.0.0.0 for every interface.
         port: TCP port to listen on; 0 takes a free one.
         served_model_name: the model's name in requests and answers; "" takes the model's own.
+        state_dir: folder for what /v1/files and /v1/batches keep, which outlives the server; one server at a time has it; ""
+            takes one for each port in the user's state folder.
+        max_file_bytes: larger files are answered 413.
         certfile: PEM file of a certificate and its chain, to serve TLS; "" serves plain HTTP.
         keyfile: PEM file of its private key; "" if `certfile` has it too.
         cors_origin: origin whose web pages may call this server, such as https://chat.example.org, or * for all; give it once
@@ -187,6 +190,8 @@ class HttpConfig:
     api_key: str = field(default="", repr=False)
     api_keys_file: str = ""
     admin_key: str = field(default="", repr=False)
+    state_dir: str = ""
+    max_file_bytes: int = 200 * 1024 * 1024
     certfile: str = ""
     keyfile: str = ""
     cors_origin: tuple[str, ...] = ()
@@ -219,7 +224,7 @@ class HttpConfig:
         for name in ("head_timeout", "body_timeout", "idle_timeout", "stall_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, found {getattr(self, name)}")
-        for name, least in (("max_queue_requests", 1), ("max_header_bytes", 1024)):
+        for name, least in (("max_queue_requests", 1), ("max_header_bytes", 1024), ("max_file_bytes", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
 

@@ -82,8 +82,8 @@ class Journal:
         if time.monotonic() - self._synced_at >= SYNC_SECONDS:
             self._sync()
 
-    def results(self) -> Iterator[tuple[int, bytes]]:
-        """Line numbers with their results, each one line of JSON, in the order of the input.
+    def results(self) -> Iterator[tuple[int, bool, bytes]]:
+        """Line numbers, whether they failed, and their results, each one line of JSON, in the order of the input.
 
         Raises:
             OSError: it cannot be read.
@@ -92,7 +92,7 @@ class Journal:
             for line, offset in enumerate(self._offsets):
                 if offset:
                     records.seek(offset)
-                    yield line, _result_of(records.readline())
+                    yield line, *_result_of(records.readline())
 
     def remove(self) -> None:
         """Remove it, which says that all of it is kept elsewhere.
@@ -187,9 +187,9 @@ def encode_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_BREAKS)
 
 
-def _result_of(record: bytes) -> bytes:
-    start = record.index(b'"result": ') + len(b'"result": ')
-    return record[start:].removesuffix(b"}\n") + b"\n"
+def _result_of(record: bytes) -> tuple[bool, bytes]:
+    head, _, result = record.partition(b', "result": ')
+    return head.endswith(b"true"), result.removesuffix(b"}\n") + b"\n"
 
 
 def open_journal_file(path: Path) -> int:

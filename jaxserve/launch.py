@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ import jax
 
 from checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoints.sources import cache_dir, resolve
-from jaxserve.config import EngineConfig, ModelConfig, ServeConfig, model_config_from_hf
+from jaxserve.config import EngineConfig, HttpConfig, ModelConfig, ServeConfig, model_config_from_hf
 from jaxserve.device.buckets import choose_bucket
 from jaxserve.device.build import build_runner, dtype_of
 from jaxserve.device.compile_counter import num_compiles
@@ -150,7 +151,27 @@ def serve(config: ServeConfig) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # JAX says at this level which accelerators it did not find.
     logging.getLogger("jax").setLevel(logging.WARNING)
-    return app.serve(build, config.http)
+    return app.serve(build, _with_state_dir(config.http))
+
+
+def _with_state_dir(http: HttpConfig) -> HttpConfig:
+    """`http` with a folder for files and batches: where none is named, `$JAXSERVE_CACHE/state/port-N`, else
+    `jaxserve/port-N` in `$XDG_STATE_HOME` or in `~/.local/state`; none where that cannot be made, or the port is not known.
+    """
+    if http.state_dir or not http.port:
+        return http
+    if own := os.environ.get("JAXSERVE_CACHE"):
+        root = Path(own).expanduser() / "state"
+    else:
+        base = Path(os.environ.get("XDG_STATE_HOME", ""))
+        root = (base if base.is_absolute() else Path.home() / ".local" / "state") / "jaxserve"
+    path = root / f"port-{http.port}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("no files and batches: %s: %s; name a folder with --state-dir", path, error.strerror)
+        return http
+    return replace(http, state_dir=str(path))
 
 
 def _log_progress() -> Progress:

@@ -44,7 +44,7 @@ def finish(journal: Journal, output: Path) -> None:
         OutputError: when it cannot be written; the journal is kept.
     """
     try:
-        write_whole(output, (result for _, result in journal.results()))
+        write_whole(output, (result for _, _, result in journal.results()))
         journal.remove()
     except OSError as error:
         raise OutputError(

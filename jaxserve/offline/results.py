@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxserve.batch_file import CHAT_URL, COMPLETIONS_URL, InputLine
+from jaxserve.batch_file import CHAT_URL, COMPLETIONS_URL, InputLine, answered
 from jaxserve.engine.constraints import Constraints
 from jaxserve.errors import EngineError, InvalidRequest, JaxserveError
 from jaxserve.host.admission import validate
@@ -149,12 +149,7 @@ class Translator:
 
     def _batch_result(self, line: InputLine, status: int, body: Result) -> Result:
         request_id = f"req_{_hash(self._options.run_id, line.number)}"
-        return {
-            "id": self._options.result_id(line.number),
-            "custom_id": line.custom_id,
-            "response": {"status_code": status, "request_id": request_id, "body": body},
-            "error": None,
-        }
+        return answered(self._options.result_id(line.number), line.custom_id, request_id, status, body)
 
     def _plain_answer(self, line: InputLine, call: Call, completion: Completion) -> Result:
         shown = {}

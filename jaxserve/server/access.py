@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from jaxserve.errors import NotFound
 from jaxserve.server.keys import Caller
 from jaxserve.server.service import Service
+from jaxserve.server.store.store import Store
 
 SERVICE = web.AppKey("service", Service)
+STORE: web.AppKey[Store | None] = web.AppKey("store")
 
 
 def caller_of(request: web.Request) -> Caller:
@@ -18,3 +21,15 @@ def caller_of(request: web.Request) -> Caller:
     """
     caller: Caller = request.app[SERVICE].keys.identify(request.headers.get("Authorization"))
     return caller
+
+
+def store_of(request: web.Request) -> Store:
+    """Where the server keeps files and batches.
+
+    Raises:
+        NotFound: it keeps none.
+    """
+    store = request.app[STORE]
+    if store is None:
+        raise NotFound("this server keeps no files and batches: it was started without a --state-dir that it can write")
+    return store

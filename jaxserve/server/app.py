@@ -12,17 +12,20 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 
 from jaxserve.config import HttpConfig
-from jaxserve.server.access import SERVICE
+from jaxserve.server.access import SERVICE, STORE
+from jaxserve.server.batch_runner import BATCHES, BatchRunner
 from jaxserve.server.connections import ConnectionLimits, Connections, mark_busy
 from jaxserve.server.cors import CROSS_ORIGIN, CrossOrigin, answer_preflights
 from jaxserve.server.handlers import ROUTES
 from jaxserve.server.limits import read_bodies
 from jaxserve.server.middlewares import add_headers, answer_options, errors_as_json, known_callers_only, name_requests
-from jaxserve.server.service import ServerParts, Service
+from jaxserve.server.service import ServerParts, Service, State
+from jaxserve.server.store.store import Store
 from jaxserve.server.tls import load_tls
 
 logger = logging.getLogger(__name__)
@@ -50,24 +53,36 @@ def build_app(loading: Awaitable[ServerParts], config: HttpConfig) -> web.Applic
     The engine runs from then until the application is cleaned up.
 
     Raises:
-        ConfigError: the API keys of `config` cannot be read, or an origin in it is none.
+        ConfigError: the API keys of `config` cannot be read, an origin in it is none, or another server has its state folder.
     """
     app = web.Application(middlewares=MIDDLEWARES)
     service = Service(config)
     app[SERVICE] = service
+    store = app[STORE] = Store(Path(config.state_dir)) if config.state_dir else None
+    batches = app[BATCHES] = None if store is None else BatchRunner(service, store)
     app[CROSS_ORIGIN] = CrossOrigin(config.cors_origin)
     app.on_response_prepare.append(add_headers)
 
     async def lifetime(_: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(service.load(loading, now=time.time))
+        task = asyncio.create_task(_begin(service, loading, batches))
         yield
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        if batches is not None:
+            await batches.close()
         await service.close()
+        if store is not None:
+            store.close()
 
     app.cleanup_ctx.append(lifetime)
     app.add_routes(ROUTES)
     return app
+
+
+async def _begin(service: Service, loading: Awaitable[ServerParts], batches: BatchRunner | None) -> None:
+    await service.load(loading, now=time.time)
+    if batches is not None and service.state is State.READY:
+        batches.start(service.require_model())
 
 
 class Server:
@@ -79,6 +94,7 @@ class Server:
 
     def __init__(self, app: web.Application, config: HttpConfig) -> None:
         self._service = app[SERVICE]
+        self._batches = app[BATCHES]
         # A client that leaves cancels its handler, which closes its stream, which aborts its requests.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=LAST_WORDS_SECONDS)
         self._config = config
@@ -121,15 +137,21 @@ class Server:
         )
 
     async def drain(self) -> None:
-        """Refuse new requests with 503 and let running ones finish, for at most `drain_seconds`."""
+        """Refuse new requests with 503 and let running ones finish, for at most `drain_seconds`. Batches stop at once."""
+        await self._stop_batches()
         await self._service.drain()
 
     async def stop(self) -> None:
         """Abort what still runs, so that its handlers can say so; then stop listening."""
+        await self._stop_batches()
         await self._service.close()
         if self._listening is not None:
             self._listening.close()
         await self._runner.cleanup()
+
+    async def _stop_batches(self) -> None:
+        if self._batches is not None:
+            await self._batches.close()
 
 
 def serve(build: Callable[[], ServerParts], config: HttpConfig) -> int:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from jaxserve import __version__
 from jaxserve.errors import InvalidRequest, JaxserveError, ModelNotFound, NotReady, QueueFull
-from jaxserve.server import metrics, tokenization, wire
+from jaxserve.server import batches, files, metrics, tokenization, wire
 from jaxserve.server.access import SERVICE, caller_of
 from jaxserve.server.answers import Answer, Outcome
 from jaxserve.server.endpoints import CHAT, COMPLETIONS, RESPONSES, Endpoint, generating, read_call
@@ -207,4 +207,6 @@ ROUTES = [
     web.get("/metrics", export_metrics),
     web.get("/version", version),
     web.get("/openapi.json", openapi),
+    *files.ROUTES,
+    *batches.ROUTES,
 ]

@@ -113,6 +113,12 @@ class KeyRing:
             raise Unauthorized("the API key is not known to this server")
         return found[0]
 
+    def named(self, label: str) -> Caller | None:
+        """Whoever has the key with that label now; everyone, where there are no keys, is called ""."""
+        if not self._callers:
+            return None if label else Caller()
+        return next((caller for _, caller in self._callers if caller.label == label), None)
+
     def require_admin(self, authorization: str | None) -> None:
         """Check that `authorization`, a header's value, has the key of an administrator.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import openai
+from aiohttp import web
 
 from jaxserve.config import HttpConfig
 from jaxserve.engine.async_engine import AsyncEngine
@@ -63,6 +64,7 @@ class Serving:
     url: str
     fake: FakeEngine
     service: Service
+    app: web.Application
     server: Server
     client: openai.AsyncOpenAI
     http: aiohttp.ClientSession
@@ -92,12 +94,16 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    fake: FakeEngine | None = None, *, tokenizer: Tokenizer = BYTE_LEVEL, config: HttpConfig | None = None
+    fake: FakeEngine | None = None,
+    *,
+    tokenizer: Tokenizer = BYTE_LEVEL,
+    config: HttpConfig | None = None,
+    model_name: str = MODEL,
 ) -> AsyncIterator[Serving]:
     """A server on a free port. After it has stopped, no task and no page may be left."""
     fake = fake or fake_engine()
     tasks = asyncio.all_tasks()
-    parts = ServerParts(core=fake.core, limits=fake.runner.limits, tokenizer=tokenizer, model_name=MODEL)
+    parts = ServerParts(core=fake.core, limits=fake.runner.limits, tokenizer=tokenizer, model_name=model_name)
     loading: asyncio.Future[ServerParts] = asyncio.get_running_loop().create_future()
     loading.set_result(parts)
     config = config or HttpConfig(port=0, drain_seconds=5.0)
@@ -111,7 +117,7 @@ async def serving(
             aiohttp.ClientSession() as http,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport) as client,
         ):
-            yield Serving(url, fake, app[SERVICE], server, client, http)
+            yield Serving(url, fake, app[SERVICE], app, server, client, http)
     finally:
         await server.stop()
     await asyncio.sleep(0)

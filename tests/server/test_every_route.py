@@ -23,7 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 """The least that each route takes beside a model."""
 
-WITHOUT_MODEL: set[str] = set()
+WITHOUT_MODEL = {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"}
 """Routes that take a body and no model."""
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.schema import answers
+from jaxserve.server.schema import answers, stored
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.completions import CompletionRequest
 from jaxserve.server.schema.response_answers import Response, ResponseEvent
 from jaxserve.server.schema.responses import ResponsesRequest
 from jaxserve.server.schema.tokenization import DetokenizeRequest, TokenizeRequest
 
+STORED_ERRORS = (400, 404)
 GENERATION_ERRORS = (400, 403, 404, 408, 413, 415, 422, 429, 503)
 
 
@@ -91,6 +92,35 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         answer=answers.CacheDropped,
         errors=(403, 503),
         is_admin=True,
+    ),
+    ("POST", "/v1/files"): Operation(
+        summary="Keep a file.", form=stored.FileForm, answer=stored.File, errors=(*STORED_ERRORS, 408, 413, 507)
+    ),
+    ("GET", "/v1/files"): Operation(
+        summary="The files of the API key.", query=stored.FileQuery, answer=stored.FileList, errors=STORED_ERRORS
+    ),
+    ("GET", "/v1/files/{file_id}"): Operation(summary="What is known of a file.", answer=stored.File, errors=(404,)),
+    ("DELETE", "/v1/files/{file_id}"): Operation(
+        summary="Delete a file. Batches that read it go on.", answer=stored.FileDeleted, errors=(404, 507)
+    ),
+    ("GET", "/v1/files/{file_id}/content"): Operation(
+        summary="The content of a file.", answer="application/octet-stream", errors=(404,)
+    ),
+    ("POST", "/v1/batches"): Operation(
+        summary="Answer the requests in a file while there is time.",
+        body=stored.BatchRequest,
+        answer=stored.Batch,
+        errors=(*STORED_ERRORS, 408, 413, 415, 429, 503, 507),
+    ),
+    ("GET", "/v1/batches"): Operation(
+        summary="The batches of the API key, newest first.",
+        query=stored.BatchQuery,
+        answer=stored.BatchList,
+        errors=STORED_ERRORS,
+    ),
+    ("GET", "/v1/batches/{batch_id}"): Operation(summary="A batch as it is now.", answer=stored.Batch, errors=(404,)),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Operation(
+        summary="Answer no more lines of a batch.", answer=stored.Batch, errors=(404, 409, 503, 507)
     ),
     ("GET", "/health"): Operation(
         summary="Whether the process can still serve, now or once it has loaded.",

@@ -131,9 +131,15 @@ ASKED: dict[tuple[str, str], list[dict[str, Any]]] = {
 }
 
 
+STORED = ("/v1/files", "/v1/batches")
+"""They need something to be there first: test_batches.py holds them to what the document says."""
+
+
 async def test_answers_are_as_it_says() -> None:
     async with serving(config=HttpConfig(port=0, admin_key="secret")) as server:
         for (method, path), operation in OPERATIONS.items():
+            if path.startswith(STORED):
+                continue
             for body in ASKED.get((method, path), [{}] if operation.body is None else []):
                 options = {"json": body} if body else {}
                 headers = {"Authorization": "Bearer secret"}
