@@ -59,6 +59,7 @@ class TokenizerFiles:
         tokenizer_json: text of a Hugging Face `tokenizer.json`.
         sentencepiece: a serialised SentencePiece model, when there is no `tokenizer_json`.
         chat_template: Jinja source of the default chat template.
+        tool_template: of the one for conversations with tools, where that is another one.
         bos_token, eos_token: the text of these tokens.
         add_bos: a plain prompt starts with `bos_token`. Encode without special tokens and put it there.
     """
@@ -66,6 +67,7 @@ class TokenizerFiles:
     tokenizer_json: str | None = None
     sentencepiece: bytes | None = None
     chat_template: str | None = None
+    tool_template: str | None = None
     bos_token: str | None = None
     eos_token: str | None = None
     add_bos: bool = False

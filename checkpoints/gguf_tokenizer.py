@@ -78,6 +78,7 @@ def tokenizer_from_metadata(metadata: GgufMetadata) -> TokenizerFiles | None:
     return TokenizerFiles(
         tokenizer_json=json.dumps(build(metadata, tokens), ensure_ascii=False),
         chat_template=metadata.text("tokenizer.chat_template"),
+        tool_template=metadata.text("tokenizer.chat_template.tool_use"),
         bos_token=bos,
         eos_token=_token_text(metadata, "tokenizer.ggml.eos_token_id", tokens),
         add_bos=bos is not None and (adds_bos(metadata) if add_bos is None else add_bos),

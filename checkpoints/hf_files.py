@@ -13,6 +13,8 @@ from typing import Any
 from checkpoints.checkpoint import CheckpointError, TokenizerFiles
 from checkpoints.files import naming, parse_json_object, read_json_object, read_text
 
+TOOL_TEMPLATE = Path("additional_chat_templates", "tool_use.jinja")
+
 
 def read_config(directory: Path) -> dict[str, Any]:
     """`config.json`, with the token ids that `generation_config.json` sets, since those are what generation follows."""
@@ -48,6 +50,7 @@ def read_tokenizer(directory: Path) -> TokenizerFiles | None:
         tokenizer_json=text,
         sentencepiece=pieces,
         chat_template=_chat_template(directory, settings, settings_path),
+        tool_template=_tool_template(directory, settings, settings_path),
         bos_token=bos,
         eos_token=_token(settings, "eos_token", settings_path),
         add_bos=bos is not None and bool(_starts_with_special(declared, bos) if add_bos is None else add_bos),
@@ -84,16 +87,26 @@ def _chat_template(directory: Path, settings: Mapping[str, Any], path: Path) -> 
     if own_file.is_file():
         return read_text(own_file)
     template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = _default_template(template)
+    return _named_template(template, "default", path) if isinstance(template, list) else _checked_template(template, path)
+
+
+def _tool_template(directory: Path, settings: Mapping[str, Any], path: Path) -> str | None:
+    own_file = directory / TOOL_TEMPLATE
+    if own_file.is_file():
+        return read_text(own_file)
+    template = settings.get("chat_template")
+    return _named_template(template, "tool_use", path) if isinstance(template, list) else None
+
+
+def _named_template(named: list[Any], name: str, path: Path) -> str | None:
+    by_name = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, Mapping)}
+    return _checked_template(by_name.get(name), path)
+
+
+def _checked_template(template: Any, path: Path) -> str | None:
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{path}: chat_template must be a string or a list of named templates, found {template!r}")
     return template
-
-
-def _default_template(named: list[Any]) -> Any:
-    by_name = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, Mapping)}
-    return by_name.get("default")
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
@@ -114,6 +127,9 @@ def write_tokenizer(directory: Path, tokenizer: TokenizerFiles | None) -> None:
         (directory / "tokenizer.model").write_bytes(tokenizer.sentencepiece)
     if tokenizer.chat_template is not None:
         (directory / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8", newline="")
+    if tokenizer.tool_template is not None:
+        (directory / TOOL_TEMPLATE).parent.mkdir(exist_ok=True)
+        (directory / TOOL_TEMPLATE).write_text(tokenizer.tool_template, encoding="utf-8", newline="")
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.add_bos}
     for key, token in (("bos_token", tokenizer.bos_token), ("eos_token", tokenizer.eos_token)):
         if token is not None:

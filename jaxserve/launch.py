@@ -194,6 +194,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer(
         files.tokenizer_json,
         chat_template=files.chat_template,
+        tool_template=files.tool_template,
         bos_token=files.bos_token,
         eos_token=files.eos_token,
         add_bos=files.add_bos,

@@ -46,6 +46,7 @@ class Tokenizer:
     Args:
         tokenizer_json: the text of a `tokenizer.json`.
         chat_template: Jinja source, or None for a model that does not chat.
+        tool_template: of conversations with tools, if that is another.
         bos_token, eos_token: for the template; `bos_token` is also what `encode` begins with if `add_bos`.
 
     Attributes:
@@ -66,6 +67,7 @@ class Tokenizer:
         tokenizer_json: str,
         *,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         bos_token: str | None = None,
         eos_token: str | None = None,
         add_bos: bool = False,
@@ -89,8 +91,9 @@ class Tokenizer:
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._names_in_template = (bos_token or "", eos_token or "")
         self.template = None if chat_template is None else _compile(chat_template, *self._names_in_template)
-        self._template_source = chat_template
-        self.dialect = choose_dialect(chat_template)
+        self._tool_template = None if tool_template is None else _compile(tool_template, *self._names_in_template)
+        self._template_source = "\n".join(source for source in (chat_template, tool_template) if source is not None)
+        self.dialect = choose_dialect(self._template_source)
         self.rules = ChatRules()
         self.special_ids = frozenset(i for i, special in enumerate(self._vocabulary.special) if special)
         self._longest = max(1, *map(len, self._vocabulary.token_bytes))
@@ -154,16 +157,20 @@ class Tokenizer:
         """Tokens that `text` takes at least, found without encoding it. 0 where the vocabulary promises nothing."""
         return len(text) // self._longest if self._vocabulary.exact else 0
 
-    def template_for(self, chat_template: str | None = None) -> ChatTemplate:
+    def template_for(self, chat_template: str | None = None, *, tools: bool = False) -> ChatTemplate:
         """The model's chat template, or one that a request brings.
+
+        Args:
+            tools: whether the conversation has tools, for which the model may have a template of their own.
 
         Raises:
             InvalidRequest: there is none, it does not compile, or requests may bring none.
         """
         if chat_template is None:
-            if self.template is None:
+            template = self._tool_template if tools and self._tool_template is not None else self.template
+            if template is None:
                 raise InvalidRequest("messages: this model has no chat template; use /v1/completions", param="messages")
-            return self.template
+            return template
         if not self.rules.trust_request_chat_template:
             raise InvalidRequest(
                 "chat_template: this server renders with the model's own; one that is started with "
@@ -184,7 +191,7 @@ class Tokenizer:
         Raises:
             InvalidRequest: as `template_for`, or the template refuses `messages`, which it names.
         """
-        return self.template_for(chat_template).render(messages, **options)
+        return self.template_for(chat_template, tools=bool(options.get("tools"))).render(messages, **options)
 
     def encode_chat(
         self,

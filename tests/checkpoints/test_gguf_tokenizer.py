@@ -187,6 +187,13 @@ def test_add_bos_follows_the_flag_else_the_pre_tokeniser(changes: dict[str, Any]
     assert files.add_bos is expected
 
 
+def test_a_file_may_have_a_template_for_tools() -> None:
+    values = {**metadata().values, "tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "with tools"}
+    files = tokenizer_from_metadata(GgufMetadata(Path("m.gguf"), values))
+    assert files is not None
+    assert (files.chat_template, files.tool_template) == ("plain", "with tools")
+
+
 def test_a_file_without_tokenizer_has_none() -> None:
     assert tokenizer_from_metadata(metadata(model=None)) is None
 

@@ -87,20 +87,24 @@ def test_add_bos_is_what_the_tokenizer_would_do(tmp_path: Path, settings: Any, p
 
 
 @pytest.mark.parametrize(
-    ("template", "expected"),
+    ("template", "default", "tools"),
     [
-        ("T", "T"),
-        ([{"name": "tool_use", "template": "U"}, {"name": "default", "template": "T"}], "T"),
-        ([{"name": "tool_use", "template": "U"}], None),
-        (None, None),
+        ("T", "T", None),
+        ([{"name": "tool_use", "template": "U"}, {"name": "default", "template": "T"}], "T", "U"),
+        ([{"name": "tool_use", "template": "U"}], None, "U"),
+        (None, None, None),
     ],
 )
-def test_chat_templates_are_strings_or_lists(tmp_path: Path, template: Any, expected: str | None) -> None:
-    assert read(tmp_path, {"chat_template": template}).chat_template == expected
+def test_chat_templates_are_strings_or_lists(tmp_path: Path, template: Any, default: str | None, tools: str | None) -> None:
+    found = read(tmp_path, {"chat_template": template})
+    assert (found.chat_template, found.tool_template) == (default, tools)
 
 
 def test_a_template_file_wins(tmp_path: Path) -> None:
     assert read(tmp_path, {"chat_template": "T"}, chat_template__jinja="F\r\n").chat_template == "F\r\n"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("G")
+    assert read(tmp_path, {"chat_template": [{"name": "tool_use", "template": "U"}]}).tool_template == "G"
 
 
 @pytest.mark.parametrize("template", [3, [{"name": "default", "template": 3}], {"default": "T"}])
@@ -124,6 +128,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
         TokenizerFiles,
         tokenizer_json=st.dictionaries(texts, texts).map(json.dumps),
         chat_template=st.none() | texts,
+        tool_template=st.none() | texts,
         bos_token=texts,
         eos_token=st.none() | texts,
         add_bos=st.booleans(),

@@ -234,6 +234,16 @@ def test_bos_is_added_where_that_is_asked_for() -> None:
     assert SENTENCEPIECE.encode_chat(user("hello"), add_special_tokens=True) == SENTENCEPIECE.encode_chat(user("hello"))
 
 
+def test_tools_may_have_a_template_of_their_own() -> None:
+    library = tiny.byte_level_library().to_str()
+    tokenizer = Tokenizer(library, chat_template="plain", tool_template="{{ tools | length }} tools")
+    assert tokenizer.render_chat(user("a")) == tokenizer.render_chat(user("a"), tools=[]) == "plain"
+    assert tokenizer.render_chat(user("a"), tools=[{}, {}]) == "2 tools"
+    assert tokenizer.decode(tokenizer.encode_chat(user("a"), tools=[{}])) == "1 tools"
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        Tokenizer(library, tool_template="x").render_chat(user("a"))
+
+
 def test_a_template_of_the_request_s_own() -> None:
     source = "{{ messages[0].content }}{{ eos_token }}"
     with pytest.raises(InvalidRequest, match="--trust-request-chat-template") as caught:
