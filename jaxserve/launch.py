@@ -27,7 +27,7 @@ from jaxserve.device.runner import DeviceRunner, Weights
 from jaxserve.engine.calibration import build_pacer, find_cost
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.pinning import pin_prefix
-from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text import ChatRules, Tokenizer
 from jaxserve.engine.tiering import build_tier
 from jaxserve.errors import ModelLoadError
 from jaxserve.host.prefix import PrefixTree, cost_aware
@@ -114,7 +114,9 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
     )
     core = EngineCore(scheduler, runner, overlap=config.engine.overlap, on_step=pacer.observe if pacer else None)
     if config.engine.pin_prefix:
-        pin_prefix(core, tokenizer, Path(config.engine.pin_prefix))
+        # Conversations begin with the prefix as this server will encode it.
+        rules = ChatRules(special_tokens_in_messages=config.http.special_tokens_in_messages)
+        pin_prefix(core, tokenizer.with_rules(rules), Path(config.engine.pin_prefix))
     name = config.http.served_model_name or Path(config.model.removeprefix("hf:")).name
     return Engine(core=core, tokenizer=tokenizer, runner=runner, model_name=name, model_config=model_config)
 
