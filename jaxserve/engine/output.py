@@ -19,14 +19,15 @@ from jaxserve.request import FinishReason, Request, TokenEvent, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """A token of the output with its log probabilities.
+    """A token of a text with its log probabilities.
 
     Attributes:
-        offset: characters of the output before it.
+        logprobs: None for the first token of all, a prompt's, which nothing comes before.
+        offset: characters of the text before it.
     """
 
     token_id: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
     offset: int
 
 

@@ -46,6 +46,7 @@ class Completion:
         shown: tokens of the text with their log probabilities and places in it if the request asked, else empty.
         num_prompt: prompt tokens.
         num_cached: those of them that were cached and not computed, which depends on what else ran.
+        prompt_logprobs: one entry for each prompt token after the first if the request asked, else empty.
     """
 
     text: str
@@ -57,6 +58,7 @@ class Completion:
     num_cached: int = 0
     parts: tuple[Part, ...] | None = None
     num_reasoning: int | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def content(self) -> str | tuple[Part, ...]:
@@ -140,6 +142,7 @@ class _Live:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     shown: list[ShownToken] = field(default_factory=list)
     parts: list[Part] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def push(self, event: TokenEvent) -> None:
         delta = self.output.push(event)
@@ -149,6 +152,7 @@ class _Live:
             self.parts = [*(self.parts or ()), *delta.parts]
         self.token_ids.extend(event.tokens)
         self.logprobs.extend(event.logprobs)
+        self.prompt_logprobs += event.prompt_logprobs
 
     def complete(self, num_prompt: int, num_cached: int) -> Completion:
         assert self.output.finish_reason is not None
@@ -163,4 +167,5 @@ class _Live:
             num_cached=num_cached,
             parts=None if self.parts is None else merge(self.parts),
             num_reasoning=self.output.num_reasoning_tokens,
+            prompt_logprobs=self.prompt_logprobs,
         )

@@ -15,14 +15,17 @@ from typing import Any
 
 from jaxserve.batch_file import CHAT_URL, COMPLETIONS_URL, InputLine, answered
 from jaxserve.engine.constraints import Constraints
+from jaxserve.engine.output import OutputDelta
 from jaxserve.errors import EngineError, InvalidRequest, JaxserveError
 from jaxserve.host.admission import validate
 from jaxserve.offline.generation import Completion, Engine
 from jaxserve.request import Request
 from jaxserve.server.call import Call
 from jaxserve.server.constraining import constrain
+from jaxserve.server.echo import ShownPrompts
 from jaxserve.server.openai import parse_chat, parse_completion
-from jaxserve.server.ranking import shown_choices
+from jaxserve.server.prompt_logprobs import add_prompt_logprobs, spell
+from jaxserve.server.ranking import Choice, shown_choices
 from jaxserve.server.wire import ChatShape, CompletionShape, Shape, error_body, status_of, usage, whole
 
 Result = dict[str, Any]
@@ -92,21 +95,25 @@ class Translator:
 
     def answer(self, line: InputLine, call: Call, completions: Sequence[Completion]) -> Result:
         """The result of a line whose requests are done."""
+        prompts = ShownPrompts(call, self._tokenizer)
+        prompts.scores |= {i: each.prompt_logprobs for i, each in enumerate(completions[:: call.num_candidates])}
         if not line.is_batch:
-            return self._plain_answer(line, call, completions[0])
+            return self._plain_answer(line, call, completions[0], prompts)
+        shape = self._shapes[line.url]
         body = whole(
-            self._shapes[line.url],
+            shape,
             call_id=call.call_id,
             created=CREATED,
             model=self._model_name,
             choices=shown_choices(
                 call,
-                [(completion.content, completion.shown, completion.finish_reason) for completion in completions],
+                [_shown(prompts, index, completion) for index, completion in enumerate(completions)],
             ),
             num_prompt=call.num_prompt_tokens,
             num_output=sum(len(completion.token_ids) for completion in completions),
             num_reasoning=_num_reasoning(completions),
         )
+        add_prompt_logprobs(body, call, shape, prompts.logprobs)
         return self._batch_result(line, 200, body)
 
     def refusal(self, line: InputLine, error: JaxserveError) -> Result:
@@ -151,14 +158,15 @@ class Translator:
         request_id = f"req_{_hash(self._options.run_id, line.number)}"
         return answered(self._options.result_id(line.number), line.custom_id, request_id, status, body)
 
-    def _plain_answer(self, line: InputLine, call: Call, completion: Completion) -> Result:
-        shown = {}
-        if call.shows_logprobs:
-            shape = self._shapes[CHAT_URL if call.call_id.startswith("chat") else COMPLETIONS_URL]
-            shown = {"logprobs": shape.logprobs(completion.shown)}
+    def _plain_answer(self, line: InputLine, call: Call, completion: Completion, prompts: ShownPrompts) -> Result:
+        shape = self._shapes[CHAT_URL if call.call_id.startswith("chat") else COMPLETIONS_URL]
+        text, tokens, _ = _shown(prompts, 0, completion)
+        shown: dict[str, Any] = {"logprobs": shape.logprobs(tokens)} if call.shows_logprobs else {}
+        if (logprobs := prompts.logprobs(0)) is not None:
+            shown["prompt_logprobs"] = spell(shape, call.prompts[0], logprobs)
         return self._plain_result(
             line,
-            text=completion.text,
+            text=text if call.echoes else completion.text,
             **shown,
             finish_reason=completion.finish_reason.value,
             usage=usage(call.num_prompt_tokens, len(completion.token_ids)),
@@ -169,6 +177,14 @@ class Translator:
         asked = "prompt" if "prompt" in line.body else "messages"
         names = {"index": line.number - 1} | ({} if line.custom_id is None else {"custom_id": line.custom_id})
         return {"id": self._options.result_id(line.number), **names, asked: line.body[asked], **outcome}
+
+
+def _shown(prompts: ShownPrompts, index: int, completion: Completion) -> Choice:
+    """The output of request `index` with what is shown of its prompt."""
+    if not isinstance(completion.content, str):
+        return completion.content, completion.shown, completion.finish_reason
+    delta = prompts.add(index, OutputDelta(completion.content, completion.shown, completion.finish_reason))
+    return delta.text, delta.tokens, completion.finish_reason
 
 
 def _num_reasoning(completions: Sequence[Completion]) -> int | None:

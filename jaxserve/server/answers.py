@@ -78,7 +78,10 @@ class Answer:
         try:
             await self._write(response, events.opening())
             while deltas := await self._begun.source.read():
-                await self._write(response, events.deltas(deltas))
+                if self._begun.call.echoes:  # likeliest tokens at each of thousands of places would hold up every stream
+                    await self._write(response, await asyncio.to_thread(events.deltas, deltas))
+                else:
+                    await self._write(response, events.deltas(deltas))
             ending = events.ending()
         except ConnectionError:
             raise

@@ -44,6 +44,9 @@ class Call:
         timeout: seconds that the whole answer may take, or None.
         reading: how answers are read as reasoning, text and calls; None for text alone.
         echo: what the answer repeats of the body.
+        echoes: whether each output begins with its prompt, with the log probabilities of its tokens where those are shown.
+        prompt_texts: of each prompt its text, if it came as one, where prompts are echoed.
+        prompt_logprobs: how many of the likeliest tokens at each place of a prompt are shown beside its own; None for nothing.
     """
 
     call_id: str
@@ -60,6 +63,19 @@ class Call:
     timeout: float | None = None
     reading: Reading | None = None
     echo: Mapping[str, Any] = field(default_factory=dict)
+    echoes: bool = False
+    prompt_texts: tuple[str | None, ...] = ()
+    prompt_logprobs: int | None = None
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        """The token ids of each prompt."""
+        return [request.prompt for request in self.requests[:: self.num_candidates]]
+
+    @property
+    def shows_prompts(self) -> bool:
+        """Whether anything of its prompts is in the answer."""
+        return self.echoes or self.prompt_logprobs is not None
 
 
 def check_model(wanted: str, model: str) -> None:
@@ -109,12 +125,14 @@ def make_call(
     call_id: str,
     *,
     num_candidates: int | None = None,
+    echoed: Sequence[str | None] | None = None,
 ) -> Call:
     """The call for `prompts`, each with as many choices as the body asks for.
 
     Args:
         call_id: requests are called `{call_id}-{index}`.
         num_candidates: what to generate for each prompt, to give the best of them; None for as many as are given.
+        echoed: the text of each prompt that has one, if they are to be echoed.
 
     Raises:
         InvalidRequest: naming the field.
@@ -125,9 +143,15 @@ def make_call(
         asked = f"{len(prompts)} prompts x {'n' if each == n else 'best_of'} {each}"
         raise InvalidRequest(f"prompt: {asked} > {MAX_SEQUENCES} sequences a request", param="prompt")
     ranked = params if params.logprobs is not None or each == n else replace(params, logprobs=0)
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs are not part of a stream; echo with logprobs is", param="prompt_logprobs")
+    wanted = [body.prompt_logprobs, params.logprobs if echoed is not None else None]
+    num_scores = max((count for count in wanted if count is not None), default=None)
     priority = PRIORITY_NAMES[body.priority] if isinstance(body.priority, str) else body.priority
     options = _stream_options(body)
     candidates = [_with_choice_seed(ranked, j) for j in range(each)]
+    # What is computed of a prompt is the same for all of them.
+    candidates[0] = replace(candidates[0], prompt_logprobs=num_scores)
     requests = tuple(
         Request(
             request_id=f"{call_id}-{i * each + j}",
@@ -152,6 +176,9 @@ def make_call(
         obfuscates=bool(options.include_obfuscation),
         priority=priority,
         timeout=body.timeout,
+        echoes=echoed is not None,
+        prompt_texts=tuple(echoed or ()),
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 

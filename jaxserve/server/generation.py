@@ -8,7 +8,9 @@ from __future__ import annotations
 from jaxserve.engine.output import Output, OutputDelta
 from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.token_stream import TokenStream
+from jaxserve.request import TokenEvent
 from jaxserve.server.call import Call
+from jaxserve.server.echo import HeldEvents, PromptLogprobs, ShownPrompts
 from jaxserve.server.metrics import Metrics, TokenClock
 
 
@@ -19,6 +21,8 @@ class Generation:
         self._stream = stream
         self._clock = clock
         self._metrics = metrics
+        self._prompts = ShownPrompts(call, tokenizer) if call.shows_prompts else None
+        self._held = HeldEvents(call.num_candidates, self._prompts.scores) if self._prompts else None
         self._outputs = [Output(request, tokenizer, call.reading) for request in call.requests]
         self._num_cached = [0] * len(call.requests)
         self._num_candidates = call.num_candidates
@@ -30,19 +34,34 @@ class Generation:
         Raises:
             EngineError, NotReady: as `TokenStream.read`.
         """
-        events = await self._stream.read()
-        self._clock.observe(events)
+        events = await self._read_events()
         deltas = []
-        for event in events:
-            index = self._index_of[event.request_id]
+        for index, event in events:
             self._num_cached[index] = event.num_cached
             delta = self._outputs[index].push(event)
+            if self._prompts is not None:
+                delta = self._prompts.add(index, delta)
             if delta.finish_reason is not None:
                 # A stop string ends the output, of which the engine knows nothing.
                 self._stream.abort(event.request_id)
                 self._metrics.finished.labels(delta.finish_reason.value).inc()
             deltas.append((index, delta))
         return deltas
+
+    async def _read_events(self) -> list[tuple[int, TokenEvent]]:
+        """Those that can be shown, by index; empty once every choice has ended."""
+        while True:
+            events = await self._stream.read()
+            self._clock.observe(events)
+            indexed = [(self._index_of[event.request_id], event) for event in events]
+            if self._held is None or not events:
+                return indexed
+            if released := self._held.release(indexed):
+                return released
+
+    def prompt_logprobs(self, prompt: int) -> PromptLogprobs | None:
+        """What `prompt_logprobs` shows of a prompt, by its index, once a choice of it has been read."""
+        return None if self._prompts is None else self._prompts.logprobs(prompt)
 
     @property
     def num_cached(self) -> int:

@@ -16,6 +16,7 @@ from jaxserve.engine.output import OutputDelta
 from jaxserve.engine.tools.parts import merge as merge_parts
 from jaxserve.errors import EngineError, KeyReused
 from jaxserve.server.call import Call
+from jaxserve.server.echo import PromptLogprobs
 
 Deltas = list[tuple[int, OutputDelta]]
 
@@ -32,6 +33,7 @@ class Source(Protocol):
     def num_cached(self) -> int: ...
     @property
     def num_reasoning(self) -> int | None: ...
+    def prompt_logprobs(self, prompt: int) -> PromptLogprobs | None: ...
     async def read(self) -> Deltas: ...
 
 
@@ -173,6 +175,10 @@ class Reader:
     def num_reasoning(self) -> int | None:
         """Output tokens that are reasoning, so far; None if the answer is not read for it."""
         return None if self._shared._begun is None else self._shared._begun.source.num_reasoning
+
+    def prompt_logprobs(self, prompt: int) -> PromptLogprobs | None:
+        """What `prompt_logprobs` shows of a prompt, by its index, once a choice of it has been read."""
+        return None if self._shared._begun is None else self._shared._begun.source.prompt_logprobs(prompt)
 
     async def read(self) -> Deltas:
         """What this reader has not seen yet, at most one delta a choice; empty once every choice has ended.

@@ -39,9 +39,12 @@ def parse_completion(data: Data, tokenizer: Tokenizer, *, model: str, max_contex
     """
     body = decode(data, CompletionRequest)
     check_model(body.model, model)
-    params = sampling_params(body, max_tokens=body.max_tokens or DEFAULT_COMPLETION_TOKENS, logprobs=body.logprobs)
-    prompts = _encode_prompts(body, tokenizer, max_context)
-    return make_call(body, prompts, params, call_id, num_candidates=_num_candidates(body))
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    add_special_tokens = body.add_special_tokens is not False
+    texts = encode_prompts("prompt", body.prompt, tokenizer, max_context, add_special_tokens=add_special_tokens)
+    prompts, echoed = [ids for _, ids in texts], [text for text, _ in texts] if body.echo else None
+    return make_call(body, prompts, params, call_id, num_candidates=_num_candidates(body), echoed=echoed)
 
 
 def _num_candidates(body: CompletionRequest) -> int | None:
@@ -72,25 +75,34 @@ def _reading(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reading | None:
     return Reading(reasoning=reasoning, opened=reasoning.opened_by(tokenizer.spell(prompt[-MAX_OPENING_TOKENS:])))
 
 
-def _encode_prompts(body: CompletionRequest, tokenizer: Tokenizer, max_context: int) -> list[list[int]]:
-    """The prompts of any of the four forms as token ids."""
-    prompt: str | list[Any] = body.prompt
+def encode_prompts(
+    field: str, prompt: str | list[Any], tokenizer: Tokenizer, max_context: int, *, add_special_tokens: bool = True
+) -> list[tuple[str | None, list[int]]]:
+    """The prompts of any of the four forms: the text of each that came as one, and its token ids.
 
-    def encode(name: str, text: str) -> list[int]:
+    Args:
+        field: what they are called in errors.
+        add_special_tokens: begin texts as the model wants them to.
+    """
+
+    def encode(name: str, text: str) -> tuple[str, list[int]]:
         check_may_fit(name, text, tokenizer, max_context)
-        return tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
+        return text, tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     if isinstance(prompt, str):
-        return [encode("prompt", prompt)]
+        return [encode(field, prompt)]
     kind = type(prompt[0])
     odd = next((i for i, item in enumerate(prompt) if type(item) is not kind), None)
     if odd is not None:
-        raise invalid(f"prompt[{odd}]", "of one kind with the others: strings, token ids or arrays of token ids", prompt[odd])
+        expected = "of one kind with the others: strings, token ids or arrays of token ids"
+        raise invalid(f"{field}[{odd}]", expected, prompt[odd])
     if kind is int:
-        return [prompt]
+        return [(None, prompt)]
     if len(prompt) > MAX_SEQUENCES:
-        raise InvalidRequest(f"prompt: {len(prompt)} prompts > {MAX_SEQUENCES} sequences a request", param="prompt")
-    return [encode(f"prompt[{i}]", item) for i, item in enumerate(prompt)] if kind is str else prompt
+        raise InvalidRequest(f"{field}: {len(prompt)} prompts > {MAX_SEQUENCES} sequences a request", param=field)
+    if kind is str:
+        return [encode(f"{field}[{i}]", item) for i, item in enumerate(prompt)]
+    return [(None, ids) for ids in prompt]
 
 
 def _chat_max_tokens(body: ChatRequest) -> int | None:

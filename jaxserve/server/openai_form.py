@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import JaxserveError
 from jaxserve.server import wire
-from jaxserve.server.form import MakeForm, whole_outputs
+from jaxserve.server.form import MakeForm, WholeOutput, whole_outputs
 from jaxserve.server.joining import Begun, Deltas
+from jaxserve.server.prompt_logprobs import add_prompt_logprobs
 from jaxserve.server.ranking import shown_choices
 
 
@@ -21,8 +23,13 @@ class OpenAIForm:
 
     async def whole(self, begun: Begun) -> dict[str, Any]:
         outputs = await whole_outputs(begun)
+        if begun.call.shows_prompts:  # likeliest tokens at each of thousands of places would hold up every stream
+            return await asyncio.to_thread(self._body, begun, outputs)
+        return self._body(begun, outputs)
+
+    def _body(self, begun: Begun, outputs: list[WholeOutput]) -> dict[str, Any]:
         call, source = begun.call, begun.source
-        return wire.whole(
+        body = wire.whole(
             self._shape,
             call_id=call.call_id,
             created=begun.created,
@@ -33,6 +40,8 @@ class OpenAIForm:
             num_cached=source.num_cached,
             num_reasoning=source.num_reasoning,
         )
+        add_prompt_logprobs(body, call, self._shape, source.prompt_logprobs)
+        return body
 
     def events(self, begun: Begun) -> ChunkEvents:
         return ChunkEvents(begun, self._shape, self._model_name)

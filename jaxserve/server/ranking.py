@@ -27,13 +27,16 @@ def shown_choices(call: Call, outputs: Sequence[Choice]) -> list[ShownChoice]:
     mean and comes last.
     """
     each, n = call.num_candidates, call.num_choices
-    kept = list(outputs)
+    kept = [] if each > n else list(outputs)
     if each > n:
         groups = [outputs[start : start + each] for start in range(0, len(outputs), each)]
-        kept = [output for group in groups for output in sorted(group, key=_mean_logprob, reverse=True)[:n]]
+        for prompt, group in zip(call.prompts, groups, strict=True):
+            num_echoed = len(prompt) if call.echoes and call.shows_logprobs else 0
+            ranked = sorted(group, key=lambda output: _mean_logprob(output[1][num_echoed:]), reverse=True)
+            kept += ranked[:n]
     return [(content, tokens if call.shows_logprobs else None, reason) for content, tokens, reason in kept]
 
 
-def _mean_logprob(output: Choice) -> float:
-    tokens = output[1]
-    return sum(token.logprobs.logprob for token in tokens) / len(tokens) if tokens else -math.inf
+def _mean_logprob(tokens: Sequence[ShownToken]) -> float:
+    values = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
+    return sum(values) / len(values) if values else -math.inf

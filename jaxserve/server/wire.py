@@ -103,15 +103,17 @@ class CompletionShape(Shape):
         """Lists by token. The chosen token is always among `top_logprobs`; of tokens spelled alike the likeliest is."""
         return {
             "tokens": [self.token_text(token.token_id) for token in tokens],
-            "token_logprobs": [_number(token.logprobs.logprob) for token in tokens],
+            "token_logprobs": [None if token.logprobs is None else number(token.logprobs.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
 
-    def _top(self, token: ShownToken) -> dict[str, float]:
+    def _top(self, token: ShownToken) -> dict[str, float] | None:
+        if token.logprobs is None:
+            return None
         top: dict[str, float] = {}
         for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.logprob)):
-            top.setdefault(self.token_text(token_id), _number(logprob))
+            top.setdefault(self.token_text(token_id), number(logprob))
         return top
 
 
@@ -160,12 +162,13 @@ class ChatShape(Shape):
             self._entry(token.token_id, token.logprobs.logprob)
             | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in token.logprobs.top]}
             for token in tokens
+            if token.logprobs is not None
         ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
-        return {"token": self.token_text(token_id), "logprob": _number(logprob), "bytes": list(data)}
+        return {"token": self.token_text(token_id), "logprob": number(logprob), "bytes": list(data)}
 
 
 def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
@@ -179,7 +182,8 @@ def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
     return calls
 
 
-def _number(logprob: float) -> float:
+def number(logprob: float) -> float:
+    """A log probability as JSON can spell it."""
     return max(logprob, MIN_LOGPROB)
 
 

@@ -256,6 +256,15 @@ PROBES: dict[str, Probe | dict[str, Probe]] = {
     "top_logprobs": Probe(
         2, lambda new, old: len(new.choices[0]["logprobs"]["content"][0]["top_logprobs"]) == 2, {"logprobs": True}
     ),
+    "echo": Probe(
+        True, lambda new, old: new.choices[0]["text"].startswith("hello") and not old.choices[0]["text"].startswith("hello")
+    ),
+    "prompt_logprobs": {
+        "completions": Probe(
+            1, lambda new, old: new.choices[0]["prompt_logprobs"][0] is None and "prompt_logprobs" not in old.choices[0]
+        ),
+        "chat": Probe(1, lambda new, old: new.answer["prompt_logprobs"][0] is None and "prompt_logprobs" not in old.answer),
+    },
     "cache_salt": Probe("s", lambda new, old: (new.requests[0].cache_salt, old.requests[0].cache_salt) == ("s", "")),
     "priority": Probe("batch", lambda new, old: (new.requests[0].priority, old.requests[0].priority) == (10, 0)),
     "timeout": Probe(

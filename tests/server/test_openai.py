@@ -145,7 +145,6 @@ def test_usage_in_streams() -> None:
     ("field", "value"),
     [
         ("best_of", 1),
-        ("echo", False),
         ("suffix", None),
         ("tools", []),
         ("tool_choice", "none"),
@@ -168,7 +167,7 @@ def test_fields_that_change_nothing_are_accepted(parse: Any, field: str, value: 
 # --- fields that are refused ------------------------------------------------------------------------------------------
 
 WRONG: dict[str, list[Any]] = {
-    "max_tokens": [0, -1, 1.0, "5", True, [5], 2**40],
+    "max_tokens": [-1, 1.0, "5", True, [5], 2**40],
     "min_tokens": [-1, 0.5, "1", False],
     "temperature": [-0.1, 1000, "1", True, math.nan, math.inf, 10**400, "hot"],
     "top_p": [0, 1.1, "0.5", math.nan],
@@ -199,12 +198,12 @@ WRONG: dict[str, list[Any]] = {
     "stream_options": [{"include_usage": True}, [], True],
     "priority": [1.5, "1", True, 2**40],
     "user": [5, {}, "\ud800"],
-    "echo": [True, 0, "false"],
+    "echo": [0, "false"],
     "store": [True, 0],
     "metadata": [{"a": "b"}, []],
     "service_tier": ["flex", 1],
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text"],
-    "prompt_logprobs": [0, 1],
+    "prompt_logprobs": [-1, 21, True, "1"],
     "skip_special_tokens": [0, 1, "false"],
     "include_stop_str_in_output": [0, 1, "true"],
     "spaces_between_special_tokens": [False, 1],
@@ -218,6 +217,8 @@ WRONG_COMPLETION: dict[str, list[Any]] = {
 }
 WRONG_CHAT: dict[str, list[Any]] = {
     "max_completion_tokens": [0, 1.5, True],
+    "max_tokens": [0],
+    "echo": [True],
     "logprobs": [1, 5, "true"],
     "top_logprobs": [5, 21, -1, True],
     "tools": [[{"type": "function", "function": {"name": "f"}}], {}],

@@ -50,6 +50,20 @@ class Usage(Answer, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
+class PromptLogprob(Answer, frozen=True, kw_only=True):
+    """A token that is, or might have been, at a place of a prompt."""
+
+    logprob: float
+    rank: Annotated[int, Meta(description="Its place by likelihood, from 1.")]
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None],
+    Meta(description="By token of the prompt, null for the first: its own and the likeliest, by token id."),
+]
+
+
 class CompletionLogprobs(Answer, frozen=True, kw_only=True):
     """Log probabilities of a completion, by token."""
 
@@ -66,6 +80,7 @@ class CompletionChoice(Answer, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Answer, frozen=True, kw_only=True):
@@ -127,6 +142,7 @@ class ChatCompletion(Answer, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(Answer, frozen=True, kw_only=True):

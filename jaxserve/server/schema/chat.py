@@ -106,6 +106,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     safety_identifier: str | None = None
 
     audio: Refused = None
+    echo: Annotated[Any, only(False)] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     functions: Annotated[Any, only([])] = None
     metadata: Annotated[Any, only({})] = None

@@ -15,6 +15,7 @@ from jaxserve.request import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_PRIORITY,
     MAX_STOP_TOKEN_IDS,
     MIN_PRIORITY,
@@ -157,9 +158,18 @@ class GenerationRequest(AnyGenerationRequest, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Choices for each prompt; 1 if not given.")] | None = None
     stream_options: StreamOptions | None = None
     response_format: Annotated[ResponseFormat, Meta(description="What the output has to be.")] | None = None
+    prompt_logprobs: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=MAX_LOGPROBS,
+                description="Log probabilities of the prompt's tokens and so many likeliest, at each place; not in a stream.",
+            ),
+        ]
+        | None
+    ) = None
 
-    echo: Annotated[Any, only(False)] = None
     length_penalty: Annotated[Any, only(1)] = None
-    prompt_logprobs: Refused = None
     truncate_prompt_tokens: Refused = None
     use_beam_search: Annotated[Any, only(False)] = None

@@ -30,7 +30,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """A body of `/v1/completions`."""
 
     prompt: Annotated[Prompt, Meta(description=f"A prompt or several: {PROMPT}.", extra=noun(PROMPT, PROMPT))]
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS, description="Output tokens at most; 16 if not given.")] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS, description="Output tokens at most; 16 if not given.")] | None = None
+    echo: (
+        Annotated[bool, Meta(description="The text begins with the prompt, and logprobs with those of its tokens.")] | None
+    ) = None
     logprobs: (
         Annotated[
             int, Meta(ge=0, le=MAX_LOGPROBS, description="Log probabilities of the chosen and so many likeliest tokens.")
