@@ -8,7 +8,6 @@ what an answer looks like (`endpoints`).
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jaxserve.batch_file import InputFile, InputLine, answered
+from jaxserve.batch_file import InputFile, answered
 from jaxserve.errors import ConfigError, Conflict, JaxserveError, NotReady, OutputError, QueueFull, StorageFailed
 from jaxserve.journal import Journal
 from jaxserve.request import BATCH_PRIORITY
@@ -24,7 +23,7 @@ from jaxserve.server.endpoints import BATCH_ENDPOINTS, answer_body
 from jaxserve.server.keys import Caller
 from jaxserve.server.service import Service
 from jaxserve.server.store.batches import BatchRecord, BatchStatus, Counts, LineError
-from jaxserve.server.store.lines import check_input, counts_of, lines_to_do, result_id, write_results
+from jaxserve.server.store.lines import LineToDo, check_input, counts_of, lines_to_do, result_id, write_results
 from jaxserve.server.store.store import Store
 from jaxserve.server.wire import error_body, status_of
 
@@ -273,25 +272,24 @@ class BatchRun:
         self.trouble = LineError(code="held", message=f"the batch waits: {reason}")
         logger.warning("%s is left alone: %s", self.record.batch_id, reason)
 
-    async def _next_line(self, lines: Generator[InputLine]) -> InputLine | None:
+    async def _next_line(self, lines: Generator[LineToDo]) -> LineToDo | None:
         return await self._on_disk(next, lines, None)
 
-    async def _answer_line(self, line: InputLine, caller: Caller, journal: Journal) -> None:
+    async def _answer_line(self, line: LineToDo, caller: Caller, journal: Journal) -> None:
         status, body = await self._answer(line, caller)
         custom_id = line.custom_id
         name = result_id(self.record.batch_id, line.number)
         result = answered(name, custom_id, name.replace("batch_req_", "req_"), status, body)
         await self._on_disk(journal.append, line.number, result, failed=status != 200)
 
-    async def _answer(self, line: InputLine, caller: Caller) -> tuple[int, dict[str, Any]]:
+    async def _answer(self, line: LineToDo, caller: Caller) -> tuple[int, dict[str, Any]]:
         """What the endpoint says to a line: status and body."""
         service = self._place.service
         endpoint = BATCH_ENDPOINTS[self.record.endpoint]
-        data = json.dumps(line.body, ensure_ascii=False).encode()
         attempts = 1
         while True:
             try:
-                return 200, await answer_body(data, endpoint, caller, service)
+                return 200, await answer_body(line.body, endpoint, caller, service)
             except QueueFull as error:
                 await asyncio.sleep(min(error.retry_after, MAX_WAIT_SECONDS))
             except NotReady:

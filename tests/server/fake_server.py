@@ -21,6 +21,7 @@ def main() -> int:
         parser.add_argument(f"--{name}-seconds", type=float, default=0.0)
     parser.add_argument("--max-seqs", type=int, default=LIMITS.max_seqs)
     parser.add_argument("--max-queue-requests", type=int, default=1024)
+    parser.add_argument("--state-dir", default="")
     parser.add_argument("--fail", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -33,7 +34,9 @@ def main() -> int:
         fake = fake_engine(limits, step_seconds=args.step_seconds)
         return ServerParts(core=fake.core, limits=fake.runner.limits, tokenizer=tiny.byte_level(), model_name="tiny")
 
-    config = HttpConfig(port=0, drain_seconds=args.drain_seconds, max_queue_requests=args.max_queue_requests)
+    config = HttpConfig(
+        port=0, drain_seconds=args.drain_seconds, max_queue_requests=args.max_queue_requests, state_dir=args.state_dir
+    )
     return serve(build, config)
 
 

@@ -41,7 +41,9 @@ class ExpiresAfter(Body, frozen=True, kw_only=True):
 class FileForm(Body, frozen=True, kw_only=True):
     """The form of `/v1/files`."""
 
-    file: Annotated[bytes, Meta(extra_json_schema={"format": "binary"}, description="The content.")]
+    file: Annotated[
+        str, Meta(extra_json_schema={"format": "binary", "contentMediaType": "application/octet-stream"}, description="Lines.")
+    ]
     purpose: Annotated[Literal["batch"], Meta(description="What the file is for.")]
     expires_after_anchor: Anchor | None = field(default=None, name="expires_after[anchor]")
     expires_after_seconds: SecondsToLive | None = field(default=None, name="expires_after[seconds]")

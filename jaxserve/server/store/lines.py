@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.batch_file import InputFile, InputLine, custom_id_of, parse_batch_line, unanswered
+from jaxserve.batch_file import InputFile, custom_id_of, parse_batch_line, unanswered
 from jaxserve.errors import InvalidRequest
 from jaxserve.journal import Journal, encode_json
 from jaxserve.server.store.batches import BatchRecord, BatchStatus, Counts, LineError
@@ -83,7 +83,16 @@ def _line_errors(file: InputFile, endpoint: str) -> Iterator[LineError]:
             yield LineError(code="duplicate_custom_id", message=message, param="custom_id", line=number)
 
 
-def lines_to_do(file: InputFile, endpoint: str, journal: Journal) -> Generator[InputLine]:
+@dataclass(frozen=True, slots=True)
+class LineToDo:
+    """A line that has no result yet. `body` is JSON, as it would come over HTTP."""
+
+    number: int
+    custom_id: str | None
+    body: bytes
+
+
+def lines_to_do(file: InputFile, endpoint: str, journal: Journal) -> Generator[LineToDo]:
     """The lines of a checked file that have no result yet, in order.
 
     Raises:
@@ -91,7 +100,8 @@ def lines_to_do(file: InputFile, endpoint: str, journal: Journal) -> Generator[I
     """
     for number, raw in file.lines():
         if not journal.has(number):
-            yield parse_batch_line(number, raw, endpoint)
+            line = parse_batch_line(number, raw, endpoint)
+            yield LineToDo(number, line.custom_id, json.dumps(line.body, ensure_ascii=False).encode())
 
 
 def counts_of(journal: Journal, num_requests: int) -> Counts:
