@@ -57,7 +57,7 @@ def _usage_object(usage: Any) -> dict[str, Any]:
         "input_tokens": usage.get("input_tokens", 0),
         "input_tokens_details": {"cached_tokens": usage.get("cached_tokens", 0)},
         "output_tokens": usage.get("output_tokens", 0),
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens", 0)},
         "total_tokens": usage.get("total_tokens", 0),
     }
 

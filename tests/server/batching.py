@@ -23,8 +23,10 @@ COMPLETIONS = "/v1/completions"
 
 
 def line(custom_id: str, *, url: str = COMPLETIONS, method: str = "POST", **body: Any) -> dict[str, Any]:
-    prompt = {} if "messages" in body or "prompt" in body else {"prompt": "hello"}
-    return {"custom_id": custom_id, "method": method, "url": url, "body": {"model": MODEL, "max_tokens": 5, **prompt, **body}}
+    if not body.keys() & {"prompt", "messages", "input"}:
+        body["prompt"] = "hello"
+    length = {} if "input" in body else {"max_tokens": 5}
+    return {"custom_id": custom_id, "method": method, "url": url, "body": {"model": MODEL, **length, **body}}
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:

@@ -167,12 +167,15 @@ def _errors(record: BatchRecord, ending: BatchStatus, input_file: InputFile, jou
 
 
 def _usage_of(result: bytes) -> dict[str, int]:
+    """Token counts of an answer, whose usage is spelled in one of two ways."""
     usage = json.loads(result)["response"]["body"].get("usage") or {}
-    details = usage.get("prompt_tokens_details") or {}
+    old = "prompt_tokens" in usage
+    prompt, output = ("prompt_tokens", "completion_tokens") if old else ("input_tokens", "output_tokens")
     return {
-        "input_tokens": usage.get("prompt_tokens", 0),
-        "cached_tokens": details.get("cached_tokens", 0),
-        "output_tokens": usage.get("completion_tokens", 0),
+        "input_tokens": usage.get(prompt, 0),
+        "cached_tokens": (usage.get(f"{prompt}_details") or {}).get("cached_tokens", 0),
+        "output_tokens": usage.get(output, 0),
+        "reasoning_tokens": (usage.get(f"{output}_details") or {}).get("reasoning_tokens", 0),
         "total_tokens": usage.get("total_tokens", 0),
     }
 
