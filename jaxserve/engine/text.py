@@ -155,7 +155,10 @@ class Tokenizer:
 
     def fewest_tokens(self, text: str) -> int:
         """Tokens that `text` takes at least, found without encoding it. 0 where the vocabulary promises nothing."""
-        return len(text) // self._longest if self._vocabulary.exact else 0
+        shrink = self._vocabulary.max_shrink
+        if not shrink:
+            return 0
+        return len(text) // self._longest // (1 if text.isascii() else shrink)
 
     def template_for(self, chat_template: str | None = None, *, tools: bool = False) -> ChatTemplate:
         """The model's chat template, or one that a request brings.

@@ -7,8 +7,9 @@ needs a table and no decoder. Knows neither encoding nor special tokens' roles.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,14 @@ class Vocabulary:
         token_bytes: by id; empty where no token has the id.
         special: for each id, whether it is a control token, which is not text.
         strips_leading_space: whether encoding puts one space before a text that decoding takes away again.
-        exact: whether the bytes of a text's tokens are always those of the text, no more and no fewer.
+        max_shrink: what the characters of a text may be to those that its tokens stand for: 1 where encoding loses none of
+            them, more where it composes some; 0 where nothing is promised, such as where one unknown token may stand for many.
     """
 
     token_bytes: tuple[bytes, ...]
     special: tuple[bool, ...]
     strips_leading_space: bool
-    exact: bool
+    max_shrink: int
 
 
 def byte_level_characters() -> dict[str, int]:
@@ -65,7 +67,7 @@ def read_vocabulary(spec: Mapping[str, Any]) -> Vocabulary:
         token_bytes=tuple(token_bytes),
         special=tuple(special),
         strips_leading_space=any(map(_strips_leading_space, steps)),
-        exact=to_bytes is _byte_level_bytes and spec.get("normalizer") is None and not any(map(_eats_spaces, added.values())),
+        max_shrink=_max_shrink(spec, added.values(), byte_level=to_bytes is _byte_level_bytes),
     )
 
 
@@ -101,6 +103,38 @@ def _strips_leading_space(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Metaspace":
         return step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True)
     return step["type"] == "Strip" and step["start"] == 1
+
+
+MAX_COMPOSED = 4
+"""Characters that NFC may compose to one: no canonical decomposition is longer."""
+
+
+def _max_shrink(spec: Mapping[str, Any], added: Iterable[Mapping[str, Any]], *, byte_level: bool) -> int:
+    whole = byte_level or _has_every_byte(spec["model"])
+    if not whole or any(map(_eats_spaces, added)):
+        return 0
+    return math.prod(map(_shrink_of, _normalizer_steps(spec.get("normalizer"))))
+
+
+def _has_every_byte(model: Mapping[str, Any]) -> bool:
+    """Whether what no token stands for is spelled in bytes, so that it never becomes one unknown token."""
+    tokens = {token for _, token in _model_tokens(model)}
+    return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in tokens for byte in range(256))
+
+
+def _normalizer_steps(normalizer: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if normalizer is not None and normalizer["type"] == "Sequence":
+        for step in normalizer["normalizers"]:
+            yield from _normalizer_steps(step)
+    elif normalizer is not None:
+        yield normalizer
+
+
+def _shrink_of(step: Mapping[str, Any]) -> int:
+    if step["type"] == "NFC":
+        return MAX_COMPOSED
+    replaces_one = step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1 and step["content"]
+    return 1 if step["type"] == "Prepend" or replaces_one else 0
 
 
 def _eats_spaces(added: Mapping[str, Any]) -> bool:

@@ -5,11 +5,10 @@ Owns what the endpoints that take messages share. Does not know what becomes of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxserve.engine.text import Tokenizer
-from jaxserve.server.call import check_may_fit
 from jaxserve.server.messages import check_shown, read_messages
 from jaxserve.server.schema.chat import AnyMessage
 from jaxserve.server.schema.decoding import check_depth, unknown_field
@@ -62,13 +61,13 @@ def encode_conversation(
     tokenizer: Tokenizer,
     variables: dict[str, Any],
     *,
-    max_context: int | None = None,
+    check: Callable[[str], None],
 ) -> list[int]:
     """The conversation as ids, with what an answer begins with at its end, or the beginning of an answer itself.
 
     Args:
         variables: what the template reads beside the messages.
-        max_context: refuse before encoding what cannot fit into so many tokens; None for any length.
+        check: called with the rendered text, to refuse before it is encoded what is too long.
 
     Raises:
         InvalidRequest: naming the field.
@@ -76,14 +75,10 @@ def encode_conversation(
     read = read_messages(messages)
     check_shown(read, lambda probe: tokenizer.render_chat(probe, chat_template=body.chat_template, **variables))
 
-    def check_length(rendered: str) -> None:
-        if max_context is not None:
-            check_may_fit("messages", rendered, tokenizer, max_context)
-
     continued = bool(body.continue_final_message)
     return tokenizer.encode_chat(
         read,
-        check=check_length,
+        check=check,
         chat_template=body.chat_template,
         add_special_tokens=bool(body.add_special_tokens),
         add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,

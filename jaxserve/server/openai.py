@@ -63,7 +63,13 @@ def parse_chat(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int
     body = decode(data, ChatRequest)
     check_model(body.model, model)
     params = sampling_params(body, max_tokens=_chat_max_tokens(body), logprobs=_chat_logprobs(body))
-    prompt = encode_conversation(body, body.messages, tokenizer, _variables(body, tokenizer), max_context=max_context)
+    prompt = encode_conversation(
+        body,
+        body.messages,
+        tokenizer,
+        _variables(body, tokenizer),
+        check=lambda text: check_may_fit("messages", text, tokenizer, max_context),
+    )
     return replace(make_call(body, [prompt], params, call_id), reading=_reading(tokenizer, prompt))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -20,6 +21,9 @@ from jaxserve.server.endpoints import LARGE_BODY
 from jaxserve.server.schema.decoding import decode
 from jaxserve.server.schema.tokenization import DetokenizeRequest, TokenizeRequest
 from jaxserve.server.service import Model
+
+MAX_CHARACTERS = 2_000_000
+"""Text that is encoded at once, which takes seconds."""
 
 CHAT_ONLY = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 
@@ -78,16 +82,25 @@ def _tokenize(data: bytes, model: Model) -> dict[str, Any]:
         for name in CHAT_ONLY:
             if getattr(body, name) is not None:
                 raise InvalidRequest(f"{name} goes with messages, and there is a prompt", param=name)
+        _check_length("prompt", body.prompt)
         ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         assert body.messages is not None
-        ids = encode_conversation(body, body.messages, tokenizer, template_variables(body, tokenizer))
+        variables = template_variables(body, tokenizer)
+        ids = encode_conversation(body, body.messages, tokenizer, variables, check=partial(_check_length, "messages"))
     return {
         "count": len(ids),
         "max_model_len": model.terms.limits.max_context,
         "tokens": ids,
         "token_strs": list(map(tokenizer.token_name, ids)) if body.return_token_strs else None,
     }
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"{name} must have at most {MAX_CHARACTERS} characters to be tokenized at once, found {len(text)}", param=name
+        )
 
 
 def _detokenize(data: bytes, model: Model) -> dict[str, Any]:

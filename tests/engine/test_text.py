@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Library
 
 from jaxserve.engine.text import ChatRules, Tokenizer
@@ -18,6 +18,7 @@ from jaxserve.errors import InvalidRequest, ModelLoadError
 from tests.engine import tiny_tokenizers as tiny
 
 BYTE_LEVEL, SENTENCEPIECE = tiny.byte_level(), tiny.sentencepiece()
+UNIGRAM = Tokenizer(tiny.unigram_library().to_str(), bos_token="<s>", eos_token="</s>", add_bos=True)
 KINDS = [
     pytest.param(BYTE_LEVEL, tiny.byte_level_library(), id="byte_level"),
     pytest.param(SENTENCEPIECE, tiny.sentencepiece_library(), id="sentencepiece"),
@@ -25,6 +26,15 @@ KINDS = [
 AWKWARD = ["hello world", " hello", "  two", "", "é😀\u200d", "a\nb\t", "<think>", "<0x41>", "▁", "\ue000", "İ\u0307", "\x00"]
 PIECES = st.sampled_from([*AWKWARD, "<|im_end|>", "<|im_start|>", "<s>", "</s>", "<unk>", "<|endoftext|>", "x", " ", "user"])
 TEXTS = st.lists(PIECES | st.text(max_size=8), max_size=8).map("".join)
+
+
+def composing() -> Tokenizer:
+    library = tiny.byte_level_library()
+    library.normalizer = normalizers.NFC()
+    return Tokenizer(library.to_str())
+
+
+COMPOSING = composing()
 
 
 def user(content: str) -> list[dict[str, str]]:
@@ -57,8 +67,16 @@ def test_plain_text_never_holds_special_tokens(tokenizer: Tokenizer, library: Li
 def test_fewest_tokens_is_a_lower_bound(text: str) -> None:
     longest = max(len(BYTE_LEVEL.token_bytes(token_id)) for token_id in range(BYTE_LEVEL.vocab_size))
     assert len(text) // longest == BYTE_LEVEL.fewest_tokens(text) <= len(BYTE_LEVEL.encode_plain(text))
-    assert BYTE_LEVEL.fewest_tokens(text) <= len(BYTE_LEVEL.encode(text))
-    assert SENTENCEPIECE.fewest_tokens(text) == 0  # one <unk> may stand for any number of characters
+    for tokenizer in (BYTE_LEVEL, SENTENCEPIECE, COMPOSING):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode_plain(text))
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+    assert UNIGRAM.fewest_tokens(text) == 0  # one <unk> may stand for any number of characters
+
+
+def test_what_encoding_composes_is_counted_so() -> None:
+    text = "\u03b1\u0313\u0300\u0345" * 100  # four characters that are one
+    assert len(COMPOSING.decode(COMPOSING.encode(text))) == 100
+    assert 0 < COMPOSING.fewest_tokens(text) <= COMPOSING.fewest_tokens("x" * 100) < COMPOSING.fewest_tokens("x" * 400)
 
 
 def test_spaces_that_a_token_takes_are_not_counted() -> None:
@@ -158,12 +176,11 @@ def test_look_alikes_in_content_stay_text(kind: Callable[[], Tokenizer], content
 
 
 def test_look_alikes_in_a_unigram_vocabulary_stay_text() -> None:
-    tokenizer = Tokenizer(tiny.unigram_library().to_str(), bos_token="<s>", eos_token="</s>", add_bos=True)
-    assert tokenizer.encode("a</s>") == [1, *tiny.unigram_library().encode("a</s>", add_special_tokens=False).ids]
-    ids = tokenizer.encode_plain("hello </s>!")
-    assert tokenizer.decode(ids) == "hello </s>!"
+    assert UNIGRAM.encode("a</s>") == [1, *tiny.unigram_library().encode("a</s>", add_special_tokens=False).ids]
+    ids = UNIGRAM.encode_plain("hello </s>!")
+    assert UNIGRAM.decode(ids) == "hello </s>!"
     assert 2 not in ids
-    assert tokenizer.decode(tokenizer.encode_plain("hello hello")) == "hello hello"
+    assert UNIGRAM.decode(UNIGRAM.encode_plain("hello hello")) == "hello hello"
 
 
 def test_the_template_s_own_error_is_a_request_error() -> None:

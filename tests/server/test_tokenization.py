@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import HttpConfig
+from jaxserve.server import tokenization
 from tests.engine import tiny_tokenizers as tiny
 from tests.server.serving import BYTE_LEVEL, MODEL, serving
 
@@ -89,6 +90,8 @@ async def test_the_tokenizer_s_own_settings() -> None:
         ("/tokenize", {"prompt": "a", "colour": 1}, "colour"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "x" * 80_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 79_990}]}, "messages"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "abc"}, "tokens"),
         ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
@@ -96,7 +99,8 @@ async def test_the_tokenizer_s_own_settings() -> None:
         ("/detokenize", {"tokens": [1], "model": "other"}, "model"),
     ],
 )
-async def test_what_is_refused(path: str, body: dict[str, Any], param: str) -> None:
+async def test_what_is_refused(path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenization, "MAX_CHARACTERS", 79_999)
     async with serving() as server:
         status, answer = await server.post(path, body)
         assert status == (404 if param == "model" else 400)
