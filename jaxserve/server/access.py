@@ -13,13 +13,19 @@ SERVICE = web.AppKey("service", Service)
 STORE: web.AppKey[Store | None] = web.AppKey("store")
 
 
+def authorization_of(request: web.Request) -> str | None:
+    """The key that came with a request, as an `Authorization` header has it; Anthropic's clients send one of their own."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("Authorization", None if key is None else f"Bearer {key}")
+
+
 def caller_of(request: web.Request) -> Caller:
     """Who sent the request.
 
     Raises:
         Unauthorized: it has no key of this server.
     """
-    caller: Caller = request.app[SERVICE].keys.identify(request.headers.get("Authorization"))
+    caller: Caller = request.app[SERVICE].keys.identify(authorization_of(request))
     return caller
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server import wire
+from jaxserve.server.anthropic import parse_messages
+from jaxserve.server.anthropic_form import MessagesForm
 from jaxserve.server.call import Call
 from jaxserve.server.constraining import constrain
 from jaxserve.server.form import MakeForm
@@ -47,6 +49,7 @@ class Endpoint:
 COMPLETIONS = Endpoint("completions", "cmpl-", parse_completion, form_of(wire.CompletionShape))
 CHAT = Endpoint("chat_completions", "chatcmpl-", parse_chat, form_of(wire.ChatShape))
 RESPONSES = Endpoint("responses", "resp_", parse_responses, ResponsesForm)
+MESSAGES = Endpoint("messages", "msg_", parse_messages, MessagesForm)
 
 BATCH_ENDPOINTS = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES}
 """What the lines of a batch may be for, by path."""

@@ -20,7 +20,8 @@ from jaxserve.errors import InvalidRequest, JaxserveError, ModelNotFound, NotRea
 from jaxserve.server import batches, files, metrics, tokenization, wire
 from jaxserve.server.access import SERVICE, caller_of
 from jaxserve.server.answers import Answer, Outcome
-from jaxserve.server.endpoints import CHAT, COMPLETIONS, RESPONSES, Endpoint, generating, read_call
+from jaxserve.server.anthropic import count_tokens
+from jaxserve.server.endpoints import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Endpoint, generating, read_call
 from jaxserve.server.joining import Begun
 from jaxserve.server.keys import Caller
 from jaxserve.server.schema.document import document
@@ -48,6 +49,20 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def responses(request: web.Request) -> web.StreamResponse:
     """`POST /v1/responses`."""
     return await _answer(request, RESPONSES)
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/messages`."""
+    return await _answer(request, MESSAGES)
+
+
+async def count_message_tokens(request: web.Request) -> web.Response:
+    """`POST /v1/messages/count_tokens`."""
+    model = request.app[SERVICE].require_model()
+    data = await request.read()
+    max_context = model.terms.limits.max_context
+    count = await asyncio.to_thread(count_tokens, data, model.tokenizer, model=model.name, max_context=max_context)
+    return web.json_response({"input_tokens": count})
 
 
 @contextmanager
@@ -196,6 +211,8 @@ ROUTES = [
     web.post("/v1/completions", completions),
     web.post("/v1/chat/completions", chat_completions),
     web.post("/v1/responses", responses),
+    web.post("/v1/messages", messages),
+    web.post("/v1/messages/count_tokens", count_message_tokens),
     web.post("/tokenize", tokenization.tokenize),
     web.post("/detokenize", tokenization.detokenize),
     web.get("/tokenizer_info", tokenization.tokenizer_info),

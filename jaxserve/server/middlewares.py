@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from jaxserve.errors import JaxserveError
-from jaxserve.server import wire
-from jaxserve.server.access import SERVICE, caller_of
+from jaxserve.server import anthropic_form, wire
+from jaxserve.server.access import SERVICE, authorization_of, caller_of
 from jaxserve.server.cors import CROSS_ORIGIN
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,9 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 ADMIN_ROUTES = frozenset({("DELETE", "/v1/cache")})
 """What takes an administrator's key."""
+
+MESSAGES_PATH = "/v1/messages"
+"""Under which errors are Anthropic's."""
 
 REQUEST_ID = web.RequestKey("request_id", str)
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -43,6 +46,8 @@ def request_id_of(request: web.BaseRequest) -> str:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Give an answer its request's id, and what a browser wants to see."""
     response.headers[REQUEST_ID_HEADER] = request_id_of(request)
+    if request.path.startswith(MESSAGES_PATH):
+        response.headers["request-id"] = request_id_of(request)  # what Anthropic's clients show
     response.headers.update(request.app[CROSS_ORIGIN].answer_headers(request.headers.get("Origin")))
 
 
@@ -58,9 +63,18 @@ async def name_requests(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _error_response(
-    error: JaxserveError | str, status: int, *, code: str | None = None, headers: dict[str, str] | None = None
+    request: web.Request,
+    error: JaxserveError | str,
+    status: int,
+    *,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> web.Response:
-    return web.json_response(wire.error_body(error, status=status, code=code), status=status, headers=headers)
+    if request.path.startswith(MESSAGES_PATH):
+        body = anthropic_form.error_body(error, status=status, code=code, request_id=request_id_of(request))
+    else:
+        body = wire.error_body(error, status=status, code=code)
+    return web.json_response(body, status=status, headers=headers)
 
 
 @web.middleware
@@ -69,17 +83,16 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except JaxserveError as error:
-        return _error_response(error, wire.status_of(error), headers=wire.error_headers(error))
+        return _error_response(request, error, wire.status_of(error), headers=wire.error_headers(error))
     except web.HTTPException as error:
         allow = {"Allow": _allowed(error)} if isinstance(error, web.HTTPMethodNotAllowed) else {}
-        return _error_response(
-            _describe_http_error(request, error), error.status, code=error.reason.lower().replace(" ", "_"), headers=allow
-        )
+        code = error.reason.lower().replace(" ", "_")
+        return _error_response(request, _describe_http_error(request, error), error.status, code=code, headers=allow)
     except ConnectionError as error:  # while reading the body: nobody is there to answer
-        return _error_response(repr(error), 400)
+        return _error_response(request, repr(error), 400)
     except Exception:
         logger.exception("%s %s failed (request %s)", request.method, request.path, request_id_of(request))
-        return _error_response(wire.internal_error(request_id_of(request)), 500, code="internal_error")
+        return _error_response(request, wire.internal_error(request_id_of(request)), 500, code="internal_error")
 
 
 def _describe_http_error(request: web.Request, error: web.HTTPException) -> str:
@@ -116,7 +129,7 @@ async def answer_options(request: web.Request, handler: Handler) -> web.StreamRe
 async def known_callers_only(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse whoever has no key of this server, whatever they ask for, but for `OPEN_PATHS`."""
     if (request.method, request.path) in ADMIN_ROUTES:
-        request.app[SERVICE].keys.require_admin(request.headers.get("Authorization"))
+        request.app[SERVICE].keys.require_admin(authorization_of(request))
     elif request.path not in OPEN_PATHS:
         caller_of(request)
     return await handler(request)

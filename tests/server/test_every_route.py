@@ -18,6 +18,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": HELLO},
     "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": HELLO},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5]},
 }

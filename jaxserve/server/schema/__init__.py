@@ -12,6 +12,9 @@ meaning in `Meta(description=...)`. While nothing honours it, `name: Refused = N
 `name: Annotated[Any, only(False)] = None`; it is then refused by name at any other. Read it where the struct is translated,
 and give it a row in the README's table: `tests/server/test_fields.py` walks it and wants a probe of what the field does.
 
+A struct with a tag (`tag_field`) belongs into a union: where it stands alone, the decoder does not ask for the tag, and the
+document says that it does. Give it a field `type: Literal["..."]` there.
+
 To add an endpoint: a module here with a struct derived from `Body`, a translation of it, which calls
 `decode(data, ThatStruct)`, a handler and its line in `handlers.ROUTES`, and for the document a row in
 `operations.OPERATIONS` with the struct of the answer, derived from `answers.Answer`.

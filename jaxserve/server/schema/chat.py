@@ -13,9 +13,10 @@ from jaxserve.server.schema.common import Count, GenerationRequest
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
 
 
-class TextPart(Body, tag_field="type", tag="text", frozen=True, kw_only=True):
+class TextPart(Body, frozen=True, kw_only=True):
     """A piece of a message."""
 
+    type: Literal["text"]
     text: str
 
 

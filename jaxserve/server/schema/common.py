@@ -64,6 +64,14 @@ Priority = (
         ),
     ]
 )
+Timeout = Annotated[
+    float,
+    Meta(
+        gt=0,
+        description="Seconds that the whole answer may take.",
+        extra=noun("a number of seconds above 0", "numbers of seconds above 0"),
+    ),
+]
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):
@@ -113,17 +121,7 @@ class AnyGenerationRequest(Body, frozen=True, kw_only=True):
     ignore_eos: Annotated[bool, Meta(description="Go on after the end of the sequence.")] | None = None
 
     priority: Priority | None = None
-    timeout: (
-        Annotated[
-            float,
-            Meta(
-                gt=0,
-                description="Seconds that the whole answer may take.",
-                extra=noun("a number of seconds above 0", "numbers of seconds above 0"),
-            ),
-        ]
-        | None
-    ) = None
+    timeout: Timeout | None = None
     cache_salt: (
         Annotated[
             str,

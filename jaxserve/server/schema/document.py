@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.server.schema.answers import Error
 from jaxserve.server.schema.operations import OPERATIONS, Operation
 
 Json = dict[str, Any]
@@ -32,7 +31,7 @@ def document(*, version: str, has_keys: bool, operations: Mapping[tuple[str, str
         version: of the server.
         has_keys: whether requests need an API key.
     """
-    types = list(dict.fromkeys([Error, *(part for operation in operations.values() for part in _structs(operation))]))
+    types = list(dict.fromkeys(part for operation in operations.values() for part in _structs(operation)))
     refs, schemas = msgspec.json.schema_components(types, ref_template=_REF)
     ref_of = dict(zip(types, refs, strict=True))
     paths: dict[str, Json] = {}
@@ -53,9 +52,9 @@ def document(*, version: str, has_keys: bool, operations: Mapping[tuple[str, str
     }
 
 
-def _structs(operation: Operation) -> Iterable[type]:
-    parts = (operation.body, operation.form, operation.answer, operation.event, operation.unavailable)
-    return (part for part in parts if isinstance(part, type))
+def _structs(operation: Operation) -> Iterable[Any]:
+    parts = (operation.body, operation.form, operation.answer, operation.event, operation.unavailable, operation.error)
+    return (part for part in parts if part is not None and not isinstance(part, str))
 
 
 def _operation(method: str, path: str, operation: Operation, ref_of: Mapping[type, Json], has_keys: bool) -> Json:
@@ -109,7 +108,7 @@ def _responses(operation: Operation, ref_of: Mapping[type, Json], needs_key: boo
     responses: Json = {"200": {"description": described, "content": content}}
     statuses = {*operation.errors, 500, *([401] if needs_key else [])}
     for status in sorted(statuses):
-        responses[str(status)] = _error(status, ref_of[Error])
+        responses[str(status)] = _error(status, ref_of[operation.error])
     if operation.unavailable is not None:
         schema = ref_of[operation.unavailable]
         responses["503"] = {"description": "Not now.", "content": {"application/json": {"schema": schema}}}

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.server.schema import answers, stored
+from jaxserve.server.schema import answers, anthropic_answers, stored
+from jaxserve.server.schema.anthropic import CountTokensRequest, MessagesRequest
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.completions import CompletionRequest
 from jaxserve.server.schema.response_answers import Response, ResponseEvent
@@ -31,6 +32,7 @@ class Operation:
         event: the struct in each event of the stream that it may be asked for; None where there is no such thing.
         event_names: whether events have names, by which the last is known; else that is `[DONE]`.
         unavailable: the struct of a 503, where that is no error object.
+        error: the struct of an error.
         errors: statuses beside 401 (of all that need a key) and 500.
         is_open: whether it needs no key.
         is_admin: whether it needs an administrator's.
@@ -44,6 +46,7 @@ class Operation:
     event: Any = None
     event_names: bool = False
     unavailable: Any = None
+    error: Any = answers.Error
     errors: tuple[int, ...] = ()
     is_open: bool = False
     is_admin: bool = False
@@ -71,6 +74,22 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         event=ResponseEvent,
         event_names=True,
         errors=GENERATION_ERRORS,
+    ),
+    ("POST", "/v1/messages"): Operation(
+        summary="Answer a conversation, in Anthropic's form.",
+        body=MessagesRequest,
+        answer=anthropic_answers.MessageAnswer,
+        event=anthropic_answers.MessageEvent,
+        event_names=True,
+        error=anthropic_answers.MessageError,
+        errors=GENERATION_ERRORS,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        summary="How many tokens a conversation takes, in Anthropic's form.",
+        body=CountTokensRequest,
+        answer=anthropic_answers.TokenCount,
+        error=anthropic_answers.MessageError,
+        errors=(400, 404, 413, 415, 503),
     ),
     ("POST", "/tokenize"): Operation(
         summary="What a text or a conversation is as tokens.",

@@ -143,9 +143,10 @@ class ReasoningOptions(Body, frozen=True, kw_only=True):
     mode: Refused = None
 
 
-class FunctionTool(Body, tag_field="type", tag="function", frozen=True, kw_only=True):
+class FunctionTool(Body, frozen=True, kw_only=True):
     """A function that the model may call."""
 
+    type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -155,9 +156,10 @@ class FunctionTool(Body, tag_field="type", tag="function", frozen=True, kw_only=
     allowed_callers: Refused = None
 
 
-class NamedFunction(Body, tag_field="type", tag="function", frozen=True, kw_only=True):
+class NamedFunction(Body, frozen=True, kw_only=True):
     """The function that is to be called."""
 
+    type: Literal["function"]
     name: str
 
 
