@@ -63,16 +63,23 @@ class ChunkEvents:
             include_usage=call.include_usage,
             obfuscate=call.obfuscates,
         )
+        self._opened = False
 
     def opening(self) -> bytes:
+        """Nothing yet: by the first chunk, benchmarks among the clients tell when the first token came."""
+        return b""
+
+    def _roles(self) -> bytes:
+        self._opened = True
         if self._call.continuous_usage:
             self._writer.count(self._call.num_prompt_tokens, 0, 0, self._source.num_reasoning)
         return b"".join(map(self._writer.opening, range(len(self._call.requests))))
 
     def deltas(self, deltas: Deltas) -> bytes:
+        roles = b"" if self._opened else self._roles()
         if self._call.continuous_usage:
             self._writer.count(*self._counts())
-        return b"".join([self._writer.delta(index, delta) for index, delta in deltas])
+        return roles + b"".join([self._writer.delta(index, delta) for index, delta in deltas])
 
     def ending(self) -> bytes:
         if not self._call.include_usage:

@@ -93,6 +93,17 @@ async def test_answers_have_every_field_that_openai_s_types_require(logprobs: bo
             ChatCompletionChunk.model_validate_json(chunk)
 
 
+async def test_nothing_is_said_before_the_first_token() -> None:
+    """Benchmarks (vllm bench, guidellm) take the first chunk for the first token; that it has begun, the headers say."""
+    async with serving(fake_engine(step_seconds=0.2)) as server:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "a" * 150}], "n": 2, "stream": True, "max_tokens": 2}
+        async with server.http.post(server.url + CHAT, json=body) as response:
+            assert server.engine.stats.num_output_tokens == 0
+            await response.content.readany()
+            assert server.engine.stats.num_output_tokens > 0
+            await response.read()
+
+
 async def test_an_engine_failure_is_an_event() -> None:
     """vllm PR40986: failure before the first token gave only [DONE]."""
     async with serving(fake_engine(fail_on_submit=[0])) as server:
