@@ -30,6 +30,7 @@ _ONE_SCHEMA = (
     *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
 )
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
@@ -53,6 +54,7 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
         _check(where, current)
         _spell_out_spaces(current)
+        _spell_out_counts(current)
         pending.extend((path, child, depth + 1) for path, child in _children(where, current) if not isinstance(child, bool))
     return schema
 
@@ -115,6 +117,13 @@ def _spell_out_spaces(schema: dict[str, Any]) -> None:
         schema["pattern"] = ecma_spaces(schema["pattern"])
     if isinstance(schema.get("patternProperties"), dict):
         schema["patternProperties"] = {ecma_spaces(pattern): child for pattern, child in schema["patternProperties"].items()}
+
+
+def _spell_out_counts(schema: dict[str, Any]) -> None:
+    """2.0 is the integer 2 to JSON Schema, not to the compiler."""
+    for name in _COUNTS:
+        if isinstance(schema.get(name), float) and schema[name].is_integer():
+            schema[name] = int(schema[name])
 
 
 _ESCAPE_OR_BRACKET = re.compile(r"\\.|[\[\]]", re.DOTALL)
