@@ -148,7 +148,7 @@ class HttpConfig:
         keyfile: PEM file of its private key; "" if `certfile` has it too.
         cors_origin: origin whose web pages may call this server, such as https://chat.example.org, or * for all; give it once
             for each. None may by default.
-        max_body_bytes: larger request bodies are answered 413; 0 takes 16 MiB, or 64 bytes a token of the context if that is
+        max_body_bytes: larger request bodies are answered 413; 0 takes 4 MiB, or 64 bytes a token of the context if that is
             more.
         max_header_bytes: a longer request line or header field is answered 431.
         max_connections: more are answered 503; 0 takes what the limit of open files allows.

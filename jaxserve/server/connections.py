@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -24,6 +25,9 @@ from jaxserve.server.wire import error_body
 logger = logging.getLogger(__name__)
 
 MAX_HEADERS = 100
+LAST_WORDS_SECONDS = 1.0
+"""For how long a client that was dropped may still read why."""
+
 LINGER_SECONDS = 5.0
 """How long we go on reading a body that was refused, so that the client comes to read why."""
 
@@ -85,12 +89,13 @@ class Connection(web.RequestHandler):
             max_line_size=limits.max_line_bytes,
             max_field_size=limits.max_line_bytes,
             max_headers=MAX_HEADERS,
+            auto_decompress=False,  # a few kilobytes can hold gigabytes; bodies that are compressed are refused
             access_log=None,  # type: ignore[arg-type]
         )
         self._owner = owner
         self._wire: asyncio.Transport | None = None
         self._busy = self._refused = self._counted = False
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.Handle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._unread = 0
         self.stalled = False
@@ -98,7 +103,7 @@ class Connection(web.RequestHandler):
     # --- its beginning and end
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)
         self._wire = transport
         self._counted = True
         self._owner.count += 1
@@ -139,12 +144,16 @@ class Connection(web.RequestHandler):
         self._busy = False
 
     def _start_head_timer(self) -> None:
-        self._head_timer = self._loop.call_later(self._owner.limits.head_seconds, self._drop_slow_head)
+        self._head_timer = self._loop.call_later(self._owner.limits.head_seconds, self._check_head)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _check_head(self) -> None:
+        # Where it was we who were slow, the request may be here already, and its handler is about to run.
+        self._head_timer = self._loop.call_soon(self._drop_slow_head)
 
     def _drop_slow_head(self) -> None:
         self._head_timer = None
@@ -153,7 +162,11 @@ class Connection(web.RequestHandler):
         self._owner.on_drop("slow_head")
         seconds = self._owner.limits.head_seconds
         self.transport.write(_last_words(408, "timeout", f"the request's line and headers did not come within {seconds:g} s"))
-        self.force_close()
+        # Closed at once, its next byte would be answered with a reset, which takes what was written with it.
+        self._refused = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._head_timer = self._loop.call_later(LAST_WORDS_SECONDS, self.force_close)
 
     # --- slow readers
 

@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,9 @@ from jaxserve.server.terms import grant
 
 LARGE_BODY = 32 * 1024
 """Bytes from which a body is read in another thread, since encoding its text would hold up every stream."""
+
+_LARGE_BODIES = ThreadPoolExecutor(1, "jaxserve-bodies")
+"""That thread. One at a time: several would not be faster, and each would take its turn from the streams."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,18 @@ async def read_call(data: bytes, endpoint: Endpoint, model: Model) -> Call:
         max_context = model.terms.limits.max_context
         return endpoint.parse(data, model.tokenizer, model=model.name, max_context=max_context, call_id=call_id)
 
-    call = parse() if len(data) < LARGE_BODY else await asyncio.to_thread(parse)
+    call = await understand(data, parse)
     if any(request.params.restricts_tokens for request in call.requests):
         # A grammar may take long to compile.
         return replace(call, requests=await asyncio.to_thread(constrain, call.requests, model.constraints))
     return call
+
+
+async def understand[T](data: bytes, parse: Callable[[], T]) -> T:
+    """What `parse` makes of the body `data`, without holding up every stream."""
+    if len(data) < LARGE_BODY:
+        return parse()
+    return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, parse)
 
 
 @contextmanager

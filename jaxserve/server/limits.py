@@ -28,16 +28,20 @@ async def read_bodies(request: web.Request, handler: Handler) -> web.StreamRespo
 
     Raises:
         web.HTTPRequestEntityTooLarge: it is larger than `Service.max_body_bytes`.
-        web.HTTPUnsupportedMediaType: it is a form, where there is none to fill in.
-        InvalidRequest: its encoding is broken.
+        web.HTTPUnsupportedMediaType: it is compressed, or a form where there is none to fill in.
+        InvalidRequest: its chunks are broken.
         RequestTimeout: it took too long.
     """
     if request.match_info.http_exception is not None or not request.body_exists:
         return await handler(request)
+    if (coding := request.headers.get("Content-Encoding", "identity").lower()) != "identity":
+        raise web.HTTPUnsupportedMediaType(
+            text=f"the body must not be compressed, found {coding!r:.80}", headers={"Accept-Encoding": "identity"}
+        )
     if (request.method, request.path) in FORM_ROUTES:
         return await handler(request)
     if request.content_type.startswith("multipart/"):
-        raise web.HTTPUnsupportedMediaType
+        raise web.HTTPUnsupportedMediaType(text=f"the body must be JSON, found {request.content_type}")
     service = request.app[SERVICE]
     limit = service.max_body_bytes
     if (request.content_length or 0) > limit:

@@ -85,9 +85,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except JaxserveError as error:
         return _error_response(request, error, wire.status_of(error), headers=wire.error_headers(error))
     except web.HTTPException as error:
-        allow = {"Allow": _allowed(error)} if isinstance(error, web.HTTPMethodNotAllowed) else {}
+        kept = {name: error.headers[name] for name in ("Accept-Encoding",) if name in error.headers}
+        headers = {"Allow": _allowed(error)} if isinstance(error, web.HTTPMethodNotAllowed) else kept
         code = error.reason.lower().replace(" ", "_")
-        return _error_response(request, _describe_http_error(request, error), error.status, code=code, headers=allow)
+        return _error_response(request, _describe_http_error(request, error), error.status, code=code, headers=headers)
     except ConnectionError as error:  # while reading the body: nobody is there to answer
         return _error_response(request, repr(error), 400)
     except Exception:
@@ -105,7 +106,7 @@ def _describe_http_error(request: web.Request, error: web.HTTPException) -> str:
         limit = request.app[SERVICE].max_body_bytes
         return f"the body is larger than {limit} bytes, the most that this server reads"
     if isinstance(error, web.HTTPUnsupportedMediaType):
-        return f"{what}: the body must be JSON, found {request.content_type}"
+        return f"{what}: {error.text}"
     return f"{what}: {error.reason}"
 
 

@@ -26,7 +26,7 @@ from jaxserve.server.terms import Terms
 
 logger = logging.getLogger(__name__)
 
-MIN_BODY_LIMIT = 16 * 1024 * 1024
+MIN_BODY_LIMIT = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 64
 """Of the context. A token is some 4 bytes of text, up to 7 as a number, up to 24 where each character is an escape of 6; the
 rest is for several prompts in a request."""

@@ -5,7 +5,6 @@ Answers are shaped as vLLM's. What a conversation is as tokens is `conversation`
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.access import SERVICE
 from jaxserve.server.call import check_model
 from jaxserve.server.conversation import encode_conversation, template_variables
-from jaxserve.server.endpoints import LARGE_BODY
+from jaxserve.server.endpoints import understand
 from jaxserve.server.schema.decoding import decode
 from jaxserve.server.schema.tokenization import DetokenizeRequest, TokenizeRequest
 from jaxserve.server.service import Model
@@ -65,9 +64,7 @@ def _name(tokenizer: Tokenizer, token_id: int | None) -> str | None:
 async def _answer(request: web.Request, answer: Callable[[bytes, Model], dict[str, Any]]) -> web.Response:
     model = request.app[SERVICE].require_model()
     data = await request.read()
-    # Encoding much text takes long, and would hold up every stream.
-    body = answer(data, model) if len(data) < LARGE_BODY else await asyncio.to_thread(answer, data, model)
-    return web.json_response(body)
+    return web.json_response(await understand(data, lambda: answer(data, model)))
 
 
 def _tokenize(data: bytes, model: Model) -> dict[str, Any]:

@@ -27,6 +27,9 @@ MAX_DEPTH = 64
 
 MAX_NAME = 200
 
+MAX_EXPLAINED_BYTES = 512 * 1024
+"""What is wrong with a larger body is said in the decoder's words: for better ones, all of it would be read again, slowly."""
+
 _PLACE = re.compile(r" - at `(?:key` in `)?(\$[^`]*)`$")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
 _MISSING = re.compile(r"^Object missing required field `(\w+)`")
@@ -42,6 +45,8 @@ def decode[B: msgspec.Struct](data: bytes | Mapping[str, Any], cls: type[B]) -> 
     try:
         return _decoder(cls).decode(data) if isinstance(data, bytes) else msgspec.convert(data, cls)
     except msgspec.ValidationError as error:
+        if isinstance(data, bytes) and len(data) > MAX_EXPLAINED_BYTES:
+            raise _in_brief(str(error)) from None
         # Whether all of it is JSON comes first: the decoder reads no further than the first wrong field.
         value = parse_json(data) if isinstance(data, bytes) else data
         raise _explain(str(error), value, types.type_info(cls)) from None
@@ -160,6 +165,12 @@ def check_text(name: str, text: str) -> str:
 
 
 # --- from a failure to its explanation --------------------------------------------------------------------------------
+
+
+def _in_brief(message: str) -> InvalidRequest:
+    place = _PLACE.search(message)
+    path = place[1].removeprefix("$").removeprefix(".") if place else ""
+    return InvalidRequest(f"{path or 'the body'}: {message:.{MAX_NAME}}", param=path[:MAX_NAME] or None)
 
 
 def _explain(message: str, value: Any, root: types.Type, where: str = "") -> InvalidRequest:
