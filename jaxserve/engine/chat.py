@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -58,6 +59,17 @@ class _Bounds(Extension):
             assert isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock))
             call = nodes.Call(nodes.ExtensionAttribute(self.identifier, "look"), [], [], None, None)
             node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno, override=True))
+
+
+_TRIED_NAME = "tried_function"
+_TRIED_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _TRIED_NAME,
+        "description": "?",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "?"}}},
+    },
+}
 
 
 class ChatTemplate:
@@ -174,10 +186,27 @@ class ChatTemplate:
         finally:
             _deadline.reset(token)
 
-    def _try(self, messages: Sequence[Message]) -> str | None:
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether it shows the model what it may call. Where a trial fails, which tells nothing, it is taken to."""
+        rendered = self._try([{"role": "user", "content": "?"}], tools=[_TRIED_TOOL])
+        return rendered is None or _TRIED_NAME in rendered
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether it shows the calls of an assistant's message. Where a trial fails, which tells nothing, it is taken to."""
+        call = {"id": "call12345", "type": "function", "function": {"name": _TRIED_NAME, "arguments": {}}}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        rendered = self._try([{"role": "user", "content": "?"}, called], tools=[_TRIED_TOOL])
+        without = self._try([{"role": "user", "content": "?"}], tools=[_TRIED_TOOL])
+        if rendered is None or without is None:
+            return True
+        return rendered.count(_TRIED_NAME) > without.count(_TRIED_NAME)
+
+    def _try(self, messages: Sequence[Message], **variables: Any) -> str | None:
         """What these messages give, as they are; None if the template cannot use them."""
         try:
-            return self._generate([dict(message) for message in messages], False, {}, TRIAL_SECONDS)
+            return self._generate([dict(message) for message in messages], False, variables, TRIAL_SECONDS)
         except Exception:
             return None
 

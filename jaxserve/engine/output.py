@@ -64,7 +64,7 @@ class Output:
     def __init__(self, request: Request, tokenizer: Tokenizer, reading: Reading | None = None) -> None:
         params = request.params
         self._reader = None if reading is None else _Reader(reading, request.request_id)
-        shown_special = frozenset() if reading is None else tokenizer.ids_of(reading.markers)
+        shown_special = frozenset() if reading is None else frozenset(tokenizer.special_ids_by_name(reading.markers).values())
         self._stream = TextStream(
             tokenizer,
             params.stop,

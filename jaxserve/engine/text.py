@@ -106,10 +106,10 @@ class Tokenizer:
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(self._names.secret(token))
 
-    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+    def special_ids_by_name(self, texts: Iterable[str]) -> dict[str, int]:
         """Ids of those of these texts that are special tokens."""
-        ids = (self._tokenizer.token_to_id(self._names.secret(token)) for token in tokens)
-        return frozenset(token_id for token_id in ids if token_id is not None) & self.special_ids
+        ids = {text: self._id_of(text) for text in texts}
+        return {text: token_id for text, token_id in ids.items() if token_id in self.special_ids and token_id is not None}
 
     def with_formats(self, *, tool_format: str = "auto", reasoning_format: str = "auto") -> Tokenizer:
         """The same vocabulary and template, with formats of calls and reasoning that are named and not found.

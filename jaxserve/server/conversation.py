@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxserve.engine.text import Tokenizer
+from jaxserve.errors import InvalidRequest
 from jaxserve.server.messages import check_shown, read_messages
 from jaxserve.server.schema.chat import AnyMessage
 from jaxserve.server.schema.decoding import check_depth, unknown_field
@@ -73,6 +74,10 @@ def encode_conversation(
         InvalidRequest: naming the field.
     """
     read = read_messages(messages)
+    calls = next((i for i, message in enumerate(read) if "tool_calls" in message), None)
+    if calls is not None and not tokenizer.template_for(body.chat_template, tools="tools" in variables).shows_calls:
+        path = f"messages[{calls}].tool_calls"
+        raise InvalidRequest(f"{path}: the model's chat template drops calls", param=path)
     check_shown(read, lambda probe: tokenizer.render_chat(probe, chat_template=body.chat_template, **variables))
 
     continued = bool(body.continue_final_message)

@@ -17,6 +17,7 @@ from jaxserve.server.conversation import encode_conversation, open_variables, te
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.completions import CompletionRequest
 from jaxserve.server.schema.decoding import decode, invalid
+from jaxserve.server.tools import Offer, output_grammar, read_offer, require_format, require_shown
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_OPENING_TOKENS = 32
@@ -63,22 +64,38 @@ def parse_chat(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int
     body = decode(data, ChatRequest)
     check_model(body.model, model)
     params = sampling_params(body, max_tokens=_chat_max_tokens(body), logprobs=_chat_logprobs(body))
+    variables = _variables(body, tokenizer)
+    offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if offer is not None:
+        require_shown(tokenizer, body.chat_template)
+        require_format(tokenizer)
+        variables["tools"] = offer.for_template()
     prompt = encode_conversation(
         body,
         body.messages,
         tokenizer,
-        _variables(body, tokenizer),
+        variables,
         check=lambda text: check_may_fit("messages", text, tokenizer, max_context),
     )
-    return replace(make_call(body, [prompt], params, call_id), reading=_reading(tokenizer, prompt))
+    reading = _reading(tokenizer, prompt, offer)
+    grammar = output_grammar(params.grammar, offer, tokenizer, opened=reading is not None and reading.opened)
+    params = replace(params, grammar=grammar)
+    return replace(make_call(body, [prompt], params, call_id), reading=reading)
 
 
-def _reading(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reading | None:
-    """How answers to `prompt` are read."""
-    reasoning = tokenizer.dialect.reasoning
-    if reasoning is None:
+def _reading(tokenizer: Tokenizer, prompt: Sequence[int], offer: Offer | None) -> Reading | None:
+    """How answers to `prompt` are read; None if there is nothing in them but text."""
+    tools, reasoning = tokenizer.dialect.tools if offer else None, tokenizer.dialect.reasoning
+    if tools is None and reasoning is None:
         return None
-    return Reading(reasoning=reasoning, opened=reasoning.opened_by(tokenizer.spell(prompt[-MAX_OPENING_TOKENS:])))
+    return Reading(
+        tools=tools,
+        names=frozenset() if offer is None else offer.callable,
+        reasoning=reasoning,
+        opened=reasoning is not None and reasoning.opened_by(tokenizer.spell(prompt[-MAX_OPENING_TOKENS:])),
+        # OpenAI's reference: a function that the request names is called without it being why the answer ends.
+        ends_with_calls=offer is not None and not offer.named,
+    )
 
 
 def encode_prompts(

@@ -20,11 +20,12 @@ from jaxserve.server.endpoints import understand
 from jaxserve.server.schema.decoding import decode
 from jaxserve.server.schema.tokenization import DetokenizeRequest, TokenizeRequest
 from jaxserve.server.service import Model
+from jaxserve.server.tools import read_offer, require_shown
 
 MAX_CHARACTERS = 2_000_000
 """Text that is encoded at once, which takes seconds."""
 
-CHAT_ONLY = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+CHAT_ONLY = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -84,6 +85,9 @@ def _tokenize(data: bytes, model: Model) -> dict[str, Any]:
     else:
         assert body.messages is not None
         variables = template_variables(body, tokenizer)
+        if (offer := read_offer(body.tools, None, None)) is not None:
+            require_shown(tokenizer, body.chat_template)
+            variables["tools"] = offer.for_template()
         ids = encode_conversation(body, body.messages, tokenizer, variables, check=partial(_check_length, "messages"))
     return {
         "count": len(ids),

@@ -34,7 +34,12 @@ EXTENSIONS = (
     *("stream_options.include_usage", "stream_options.continuous_usage_stats", "priority", "cache_salt", "structured_outputs"),
 )
 CHAT_EXTENSIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-TEMPLATE = tiny.CHATML + "{{ mood }}{{ reasoning_effort }}"
+TEMPLATE = (
+    tiny.CHATML
+    + "{{ mood }}{{ reasoning_effort }}"
+    + '{% if tools %}{{ tools | tojson }}<tool_call>{"name": "arguments"}{% endif %}'
+)
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -229,6 +234,15 @@ PROBES: dict[str, Probe | dict[str, Probe]] = {
     },
     "chat_template_kwargs": Probe({"mood": "!"}, lambda new, old: new.requests[0].prompt != old.requests[0].prompt),
     "reasoning_effort": Probe("low", lambda new, old: new.requests[0].prompt != old.requests[0].prompt),
+    "tools": Probe(TOOLS, lambda new, old: len(new.requests[0].prompt) > len(old.requests[0].prompt)),
+    "tool_choice": Probe(
+        "required",
+        lambda new, old: bool(new.requests[0].params.grammar) and not old.requests[0].params.grammar,
+        {"tools": TOOLS},
+    ),
+    "parallel_tool_calls": Probe(
+        False, lambda new, old: bool(new.requests[0].params.grammar) and not old.requests[0].params.grammar, {"tools": TOOLS}
+    ),
     "n": Probe(2, lambda new, old: [choice["index"] for choice in new.choices] == [0, 1]),
     "best_of": Probe(3, lambda new, old: (len(new.requests), len(new.choices)) == (3, 1)),
     "stream": Probe(True, lambda new, old: isinstance(new.answer, list) and not isinstance(old.answer, list)),

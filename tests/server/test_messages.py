@@ -46,7 +46,12 @@ def test_text_parts_are_joined() -> None:
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": "x", "colour": 1}, "messages[0].colour"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        (
+            {"role": "assistant", "content": "x", "tool_calls": [{"id": "1", "type": "function"}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        ({"role": "assistant"}, "messages[0].content"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content"),
         ({"role": "user", "content": "x", "name": "Ann"}, "messages[0].name"),
         ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages[0].tool_call_id"),
     ],

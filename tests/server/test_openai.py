@@ -154,6 +154,7 @@ def test_usage_in_streams() -> None:
         ("service_tier", "auto"),
         ("modalities", ["text"]),
         ("parallel_tool_calls", True),
+        ("parallel_tool_calls", False),
     ],
 )
 def test_fields_that_change_nothing_are_accepted(parse: Any, field: str, value: Any) -> None:
@@ -221,12 +222,12 @@ WRONG_CHAT: dict[str, list[Any]] = {
     "echo": [True],
     "logprobs": [1, 5, "true"],
     "top_logprobs": [5, 21, -1, True],
-    "tools": [[{"type": "function", "function": {"name": "f"}}], {}],
-    "tool_choice": ["required", {"type": "function"}],
+    "tools": [[{"type": "function", "function": {"name": "f"}}], {}, [{"type": "custom"}], [{"type": "function"}]],
+    "tool_choice": ["required", "some", {"type": "function"}, {"type": "function", "function": {"name": "f"}}],
     "functions": [[{"name": "f"}]],
     "modalities": [["text", "audio"], ["audio"]],
     "reasoning_effort": ["low", "extreme", 5],
-    "parallel_tool_calls": [False],
+    "parallel_tool_calls": [0, "no"],
     "messages": [None, [], "hi", {}, 5],
     "chat_template": ["{{ 1 }}", 5, "x" * 70_000],
     "add_generation_prompt": [0, "no"],

@@ -41,7 +41,7 @@ async def test_a_prompt_as_tokens_and_back() -> None:
         ({"messages": BOTH, "continue_final_message": True, "add_generation_prompt": True}, None),
         ({"chat_template_kwargs": {"unknown": 1}}, None),
         ({"chat_template": "{{ 1 }}"}, None),
-        ({"tools": [{"type": "function"}]}, None),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, None),
     ],
 )
 async def test_messages_as_tokens(fields: dict[str, Any], expected: str | None) -> None:

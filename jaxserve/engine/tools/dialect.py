@@ -30,9 +30,18 @@ class Dialect:
     reasoning: ReasoningFormat | None = None
     single_call: bool = False
 
+    @property
+    def markers(self) -> frozenset[str]:
+        """Texts of its formats that are control tokens in some vocabularies."""
+        return _markers(self.tools, self.reasoning)
+
     def __str__(self) -> str:
         tools, reasoning = self.tools, self.reasoning
         return f"tool calls: {tools.name if tools else 'none'}; reasoning: {reasoning.name if reasoning else 'none'}"
+
+
+def _markers(*formats: ToolFormat | ReasoningFormat | None) -> frozenset[str]:
+    return frozenset(marker for format in formats if format is not None for marker in format.markers)
 
 
 def choose_dialect(template: str | None, *, tool_format: str = "auto", reasoning_format: str = "auto") -> Dialect:
@@ -81,8 +90,7 @@ class Reading:
     @property
     def markers(self) -> frozenset[str]:
         """Texts that have to be shown to the parser also where they are control tokens."""
-        formats = (self.tools, self.reasoning)
-        return frozenset(marker for format in formats if format is not None for marker in format.markers)
+        return _markers(self.tools, self.reasoning)
 
     def parser(self, seed: str) -> AnswerParser:
         """A parser for one answer.

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.constraint import Grammar, GrammarKind
 from jaxserve.engine.grammar import JSON_OPTIONS
 from jaxserve.engine.json_schema import prepare_schema
 from jaxserve.engine.tools.formats import Syntax
@@ -40,12 +41,13 @@ class Writing:
 
     Attributes:
         control_tokens: ids of the texts that are control tokens in its vocabulary.
+        syntax: of calls.
         reasoning: what may come before the answer; None for nothing.
         opened: whether the prompt has opened the reasoning.
     """
 
-    syntax: Syntax
     control_tokens: Mapping[str, int]
+    syntax: Syntax | None = None
     reasoning: ReasoningFormat | None = None
     opened: bool = False
 
@@ -61,7 +63,28 @@ def required_calls(writing: Writing, functions: Sequence[Function], *, single: b
     """
     lark = _Lark(writing)
     sequence = lark.sequence(functions, single=single)
-    return lark.grammar(f"{lark.reasoning()} SPACE {sequence}", "SPACE: /[ \\n]{0,4}/")
+    return lark.grammar(f"{lark.reasoning()} SPACE {sequence}", _SPACE)
+
+
+def calls_or_answer(writing: Writing, functions: Sequence[Function], answer: Grammar, *, single: bool) -> str:
+    """A grammar of answers that are calls or an answer that is held to a grammar of its own.
+
+    Raises:
+        ValueError: as `required_calls`, or the answer's grammar cannot be part of another.
+    """
+    lark = _Lark(writing)
+    sequence = lark.sequence(functions, single=single)
+    return lark.grammar(f"{lark.reasoning()} SPACE ({sequence} | answer)", _SPACE, _answer_rule(answer))
+
+
+def reasoned_answer(writing: Writing, answer: Grammar) -> str:
+    """A grammar of an answer that is held to a grammar of its own, with reasoning before it.
+
+    Raises:
+        ValueError: the answer's grammar cannot be part of another.
+    """
+    lark = _Lark(writing)
+    return lark.grammar(f"{lark.reasoning()} SPACE answer", _SPACE, _answer_rule(answer))
 
 
 def triggered_calls(writing: Writing, functions: Sequence[Function], *, single: bool) -> str:
@@ -74,12 +97,10 @@ def triggered_calls(writing: Writing, functions: Sequence[Function], *, single: 
         ValueError: as `required_calls`.
     """
     lark = _Lark(writing)
-    syntax = writing.syntax
+    syntax = lark.syntax
     if not syntax.trigger:
         sequence = lark.sequence(functions, single=single)
-        return lark.grammar(
-            f"{lark.reasoning()} SPACE ({sequence} | other)?", "SPACE: /[ \\n]{0,4}/", "other: /[^\\s{](.|\\n)*/"
-        )
+        return lark.grammar(f"{lark.reasoning()} SPACE ({sequence} | other)?", _SPACE, "other: /[^\\s{](.|\\n)*/")
     if syntax.before:
         sequence = lark.sequence(functions, single=single, without=syntax.trigger)
     else:
@@ -91,11 +112,44 @@ def triggered_calls(writing: Writing, functions: Sequence[Function], *, single: 
     return lark.grammar(f"{lark.reasoning()} {answer}", *rules)
 
 
+_SPACE = "SPACE: /[ \\n]{0,4}/"
+
+
+def _answer_rule(answer: Grammar) -> str:
+    match answer.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return f"answer: %json {inline_json(json.loads(answer.text))}"
+        case GrammarKind.CHOICE:
+            return "answer: " + " | ".join(map(json.dumps, json.loads(answer.text)))
+        case GrammarKind.REGEX:
+            return f"answer: /{_UNESCAPED_SLASH.sub(_escape_slash, answer.text)}/"
+    raise ValueError(
+        "a grammar in Lark's notation cannot be combined with tools, nor with reasoning that the prompt has opened"
+    )
+
+
+_UNESCAPED_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
+
+
+def _escape_slash(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
+
+
+def inline_json(schema: Any) -> str:
+    """A JSON schema as grammars have it among their rules; it is changed.
+
+    Raises:
+        ValueError: it cannot be held to; with the reason.
+    """
+    return json.dumps({**prepare_schema(schema), "x-guidance": JSON_OPTIONS})
+
+
 class _Lark:
     """Builds a grammar's text, rule by rule."""
 
     def __init__(self, writing: Writing) -> None:
         self._writing = writing
+        self.syntax = writing.syntax or Syntax(call=str)
         self._rules = ["TEXT: /(.|\\n)*/"]
         self._names: set[str] = set()
         tokens = sorted(writing.control_tokens, key=len, reverse=True)
@@ -141,7 +195,7 @@ class _Lark:
 
     def sequence(self, functions: Sequence[Function], *, single: bool, without: str = "") -> str:
         """One call or more with what stands around them, `without` its beginning."""
-        syntax = self._writing.syntax
+        syntax = self.syntax
         call = self.call(functions)
         before = self.terms(syntax.before.removeprefix(without))
         further = "" if single else f"({self.terms(syntax.between)} {call})*"
@@ -149,7 +203,7 @@ class _Lark:
 
     def call(self, functions: Sequence[Function], *, without: str = "") -> str:
         """The rule of a call, `without` its beginning."""
-        syntax = self._writing.syntax
+        syntax = self.syntax
         for i, function in enumerate(functions):
             opening = self.terms(syntax.call(function.name).removeprefix(without))
             self._rules.append(f"call_{i}: {opening} arguments_{i} {self.terms(syntax.after_call)}")
@@ -166,12 +220,13 @@ class _Lark:
 
     def _arguments(self, name: str, function: Function) -> list[str]:
         try:
-            schema = prepare_schema(_object_schema(function.parameters))
-            if quote := self._writing.syntax.quote:
-                return gemma_rules(name, schema, self.terms(quote), self._string(quote))
+            schema = _object_schema(function.parameters)
+            if quote := self.syntax.quote:
+                return gemma_rules(name, prepare_schema(schema), self.terms(quote), self._string(quote))
+            arguments = inline_json(schema)
         except ValueError as error:
             raise ValueError(f"the parameters of {function.name!r:.100}: {error}") from None
-        return [f"{name}: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"]
+        return [f"{name}: %json {arguments}"]
 
 
 def _object_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:

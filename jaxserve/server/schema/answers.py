@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "timeout", "abort", "error"]
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -41,6 +41,12 @@ class PromptTokensDetails(Answer, frozen=True, kw_only=True):
     cached_tokens: Annotated[int, Meta(description="Those that were found in the cache and not computed.")]
 
 
+class CompletionTokensDetails(Answer, frozen=True, kw_only=True):
+    """Of the outputs' tokens."""
+
+    reasoning_tokens: Annotated[int, Meta(description="Those that begin before the end of reasoning, its tags included.")]
+
+
 class Usage(Answer, frozen=True, kw_only=True):
     """Token counts: of each prompt once, and of all outputs that were generated."""
 
@@ -48,6 +54,7 @@ class Usage(Answer, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class PromptLogprob(Answer, frozen=True, kw_only=True):
@@ -116,12 +123,29 @@ class ChatLogprobs(Answer, frozen=True, kw_only=True):
     refusal: None = None
 
 
+class AnswerFunction(Answer, frozen=True, kw_only=True):
+    """A function that the model calls."""
+
+    name: str
+    arguments: Annotated[str, Meta(description="JSON, as the model wrote it; it may be cut short.")]
+
+
+class AnswerCall(Answer, frozen=True, kw_only=True):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+
+
 class AnswerMessage(Answer, frozen=True, kw_only=True):
     """What the model says."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
 class ChatChoice(Answer, frozen=True, kw_only=True):
@@ -145,12 +169,30 @@ class ChatCompletion(Answer, frozen=True, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class FunctionDelta(Answer, frozen=True, kw_only=True):
+    """What an event adds to a called function: its name first, then its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class CallDelta(Answer, frozen=True, kw_only=True):
+    """What an event adds to the call of this index."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(Answer, frozen=True, kw_only=True):
-    """What an event adds to a message: its role first, then its content."""
+    """What an event adds to a message: its role first, then its reasoning, content and calls."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Answer, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from msgspec import Meta
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.server.schema.body import Body, Refused, noun, only
 from jaxserve.server.schema.common import Count, GenerationRequest
+from jaxserve.server.schema.tools import MAX_TOOL_CALLS, MAX_TOOLS, FunctionTool, ToolCall, ToolChoice
 
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
 
@@ -29,7 +30,6 @@ Content = Annotated[
 class Message(Body, tag_field="role", frozen=True, kw_only=True):
     """What the messages of all roles have."""
 
-    content: Content
     name: Annotated[str, Meta(description="Who speaks; refused where the model's template does not show it.")] | None = None
 
     @property
@@ -41,20 +41,29 @@ class Message(Body, tag_field="role", frozen=True, kw_only=True):
 class SystemMessage(Message, tag="system", frozen=True, kw_only=True):
     """Instructions."""
 
+    content: Content
+
 
 class DeveloperMessage(Message, tag="developer", frozen=True, kw_only=True):
     """Instructions."""
+
+    content: Content
 
 
 class UserMessage(Message, tag="user", frozen=True, kw_only=True):
     """What the user says."""
 
+    content: Content
+
 
 class AssistantMessage(Message, tag="assistant", frozen=True, kw_only=True):
     """What the model said."""
 
-    tool_calls: Annotated[Any, only([])] = None
-    reasoning_content: Annotated[Any, only("")] = None
+    content: Content | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    reasoning_content: (
+        Annotated[str, Meta(description="What it thought before; many templates show none of earlier turns.")] | None
+    ) = None
     annotations: Annotated[Any, only([])] = None
     audio: Refused = None
     function_call: Refused = None
@@ -64,6 +73,7 @@ class AssistantMessage(Message, tag="assistant", frozen=True, kw_only=True):
 class ToolMessage(Message, tag="tool", frozen=True, kw_only=True):
     """What a tool gave."""
 
+    content: Content
     tool_call_id: Annotated[str, Meta(description="The call that it answers.")] | None = None
 
 
@@ -103,6 +113,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS, description="What the model may call.")] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Annotated[bool, Meta(description="Whether one answer may have several calls.")] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
@@ -113,13 +126,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     metadata: Annotated[Any, only({})] = None
     modalities: Annotated[Any, only(["text"])] = None
     moderation: Refused = None
-    parallel_tool_calls: Annotated[Any, only(True)] = None
     prediction: Refused = None
     prompt_cache_options: Refused = None
     prompt_cache_retention: Refused = None
     service_tier: Annotated[Any, only("auto", "default")] = None
     store: Annotated[Any, only(False)] = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    tools: Annotated[Any, only([])] = None
     verbosity: Annotated[Any, only("medium")] = None
     web_search_options: Refused = None

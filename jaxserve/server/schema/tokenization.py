@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from jaxserve.server.schema.body import Body, Refused, noun, only
+from jaxserve.server.schema.body import Body, Refused, noun
 from jaxserve.server.schema.chat import MAX_TEMPLATE_CHARACTERS, AnyMessage
 from jaxserve.server.schema.common import TokenId
+from jaxserve.server.schema.tools import MAX_TOOLS, FunctionTool
 
 
 class TokenizeRequest(Body, frozen=True, kw_only=True):
@@ -33,7 +34,9 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
         Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS, description="As in chat; goes with messages.")] | None
     ) = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(description="As in chat; goes with messages.")] | None = None
-    tools: Annotated[Any, only([])] = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS, description="As in chat; goes with messages.")] | None = (
+        None
+    )
     media_io_kwargs: Refused = None
     mm_processor_kwargs: Refused = None
 

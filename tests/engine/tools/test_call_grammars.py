@@ -13,7 +13,14 @@ from jaxserve.constraint import Grammar, GrammarKind
 from jaxserve.engine.grammar import GrammarCompiler
 from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.tools.formats import TOOL_FORMATS
-from jaxserve.engine.tools.grammar import Function, Writing, required_calls, triggered_calls
+from jaxserve.engine.tools.grammar import (
+    Function,
+    Writing,
+    calls_or_answer,
+    reasoned_answer,
+    required_calls,
+    triggered_calls,
+)
 from jaxserve.engine.tools.reasoning import REASONING_FORMATS
 from tests.engine import tiny_tokenizers as tiny
 from tests.engine.tools.reading import calls_of, read, tool_reading
@@ -46,9 +53,8 @@ THINK = REASONING_FORMATS["think"]
 
 def writing(name: str, kind: str = "control", **options: Any) -> Writing:
     tokenizer = TOKENIZERS[kind]
-    markers = TOOL_FORMATS[name].markers
-    ids = {marker: next(iter(found)) for marker in markers if (found := tokenizer.ids_of([marker]))}
-    return Writing(TOOL_FORMATS[name].syntax, ids, **options)
+    format = TOOL_FORMATS[name]
+    return Writing(tokenizer.special_ids_by_name(format.markers), format.syntax, **options)
 
 
 def accepts(lark: str, text: str, kind: str = "control") -> bool:
@@ -114,6 +120,34 @@ def test_reasoning_may_come_first_and_looks_like_anything() -> None:
     assert accepts(lark, f"{thought}</think>\n\n{call}")
     assert not accepts(lark, call)
     assert accepts(triggered_calls(opened, [WEATHER], single=True), f"{thought}</think>\n\nHello.")
+
+
+ANSWERS = [
+    (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "required": ["a"]}'), '{"a": 1}', '{"b": 1}'),
+    (Grammar(GrammarKind.CHOICE, '["yes", "\\"no\\"/"]'), '"no"/', "no"),
+    (Grammar(GrammarKind.REGEX, r"a/b\/[/\d]+|\n"), "a/b/12/", "a/b"),
+]
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), ANSWERS)
+def test_an_answer_with_a_grammar_of_its_own_may_stand_beside_calls_and_after_reasoning(
+    answer: Grammar, right: str, wrong: str
+) -> None:
+    lark = calls_or_answer(writing("hermes", reasoning=THINK), [WEATHER], answer, single=True)
+    for before in ("", "<think>\nhm\n</think>\n\n"):
+        assert accepts(lark, before + right)
+        assert accepts(lark, before + write_calls("hermes", ONE))
+        assert not accepts(lark, before + wrong)
+        assert not accepts(lark, before + write_calls("hermes", [("f", {})]))
+    opened = Writing({}, reasoning=THINK, opened=True)
+    assert accepts(reasoned_answer(opened, answer), f"hm\n</think>\n\n{right}")
+    assert not accepts(reasoned_answer(opened, answer), right)
+    assert not accepts(reasoned_answer(opened, answer), f"hm\n</think>\n\n{wrong}")
+
+
+def test_a_lark_grammar_cannot_be_part_of_another() -> None:
+    with pytest.raises(ValueError, match="cannot be combined with tools"):
+        calls_or_answer(writing("hermes"), [WEATHER], Grammar(GrammarKind.LARK, "start: /a/"), single=True)
 
 
 @pytest.mark.parametrize("name", FORMATS)
