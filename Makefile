@@ -5,6 +5,8 @@
 
 BIN := .venv/bin
 MODEL ?= smollm2-135m-instruct
+# Each process makes its own engines and holds gigabytes; files stay whole, for the sake of what their tests share.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 
 help: ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +35,7 @@ test: .venv/.installed-aot ## install what is missing, then check format, lint, 
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 test-clients: .venv-clients/.installed ## drive a running server with other people's clients, in an environment of their own
 	.venv-clients/bin/pytest -c tests/clients/pytest.ini tests/clients
@@ -45,7 +47,7 @@ quick: .venv/.installed-dev ## the loop while working, under 90 seconds: no slow
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	HYPOTHESIS_PROFILE=quick $(BIN)/pytest -q -m 'not slow'
+	HYPOTHESIS_PROFILE=quick $(BIN)/pytest -q $(PARALLEL) -m 'not slow'
 
 format: .venv/.installed-dev ## rewrite the code as the linter wants it
 	$(BIN)/ruff format .
