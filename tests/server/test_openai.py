@@ -203,7 +203,7 @@ WRONG: dict[str, list[Any]] = {
     "store": [True, 0],
     "metadata": [{"a": "b"}, []],
     "service_tier": ["flex", 1],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text"],
+    "response_format": [{"type": "json_schema", "json_schema": {}}, "text"],
     "prompt_logprobs": [-1, 21, True, "1"],
     "skip_special_tokens": [0, 1, "false"],
     "include_stop_str_in_output": [0, 1, "true"],

@@ -111,6 +111,13 @@ def test_what_is_wrong_is_refused_in_the_callers_own_names(fields: dict[str, Any
     assert "messages[" not in str(caught.value)
 
 
+def test_what_restricts_the_output_is_passed_on() -> None:
+    assert parse(allowed_token_ids=[5], min_tokens=1).requests[0].params.allowed_token_ids == (5,)
+    grammar = parse(structured_outputs={"regex": "a+"}).requests[0].params.grammar
+    assert grammar is not None
+    assert (grammar.text, grammar.param) == ("a+", "structured_outputs.regex")
+
+
 def table(begin: str) -> dict[str, list[Any]]:
     """The fields of a table of README's, and the values in their second column."""
     section = README.read_text().split(begin, 1)[1].split("\n\n", 1)[0]

@@ -49,7 +49,7 @@ def decode[B: msgspec.Struct](data: bytes | Mapping[str, Any], cls: type[B]) -> 
             raise _in_brief(str(error)) from None
         # Whether all of it is JSON comes first: the decoder reads no further than the first wrong field.
         value = parse_json(data) if isinstance(data, bytes) else data
-        raise _explain(str(error), value, types.type_info(cls)) from None
+        raise _explain(str(error), value, _type_of(cls)) from None
     except msgspec.DecodeError as error:
         value = parse_json(data) if isinstance(data, bytes) else data
         raise InvalidRequest(f"the body is not JSON: {error}") from None
@@ -72,6 +72,12 @@ def decode_part[B: msgspec.Struct](where: str, value: Mapping[str, Any], cls: ty
 @functools.cache
 def _decoder[B: msgspec.Struct](cls: type[B]) -> msgspec.json.Decoder[B]:
     return msgspec.json.Decoder(cls)
+
+
+@functools.cache
+def _type_of(cls: type) -> types.Type:
+    """As `inspect` has it, which takes milliseconds to make."""
+    return types.type_info(cls)
 
 
 def invalid(name: str, expected: str, found: Any) -> InvalidRequest:
