@@ -114,6 +114,7 @@ class RunnerLimits:
         max_context: prompt plus output tokens of one sequence.
         vocab_size: ids `0 .. vocab_size - 1`.
         host_pages: slots for pages in host memory, ids `0 .. host_pages - 1`.
+        hidden_size: numbers in a final hidden state.
     """
 
     num_pages: int
@@ -123,6 +124,7 @@ class RunnerLimits:
     max_context: int
     vocab_size: int
     host_pages: int = 0
+    hidden_size: int = 0
 
 
 Masks = tuple[bytes | None, ...]

@@ -49,6 +49,7 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
         max_context=max_context,
         vocab_size=model_config.vocab_size,
         host_pages=engine.host_kv_memory // bytes_per_page,
+        hidden_size=model_config.hidden_size,
     )
     logger.info("mesh: %s; %s", dict(mesh.shape), limits)
     return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options)

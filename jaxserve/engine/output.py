@@ -40,6 +40,7 @@ class OutputDelta:
         tokens: those whose text has come out, if the request asked for log probabilities.
         finish_reason: set on the last delta. After a stop string the engine still has to be told to abort.
         parts: what the text is made of, if it is read for that; the text is then as the model wrote it.
+        hidden: on that delta, the final hidden state that an embedding asked for; else empty.
         stopped_by: on that delta, the stop string or the id of the stop token that ended the output; None for anything else.
     """
 
@@ -48,6 +49,7 @@ class OutputDelta:
     finish_reason: FinishReason | None
     stopped_by: str | int | None = None
     parts: tuple[Part, ...] | None = None
+    hidden: tuple[float, ...] = ()
 
 
 class Output:
@@ -82,6 +84,9 @@ class Output:
         """Read one event. After the end there is nothing more to read."""
         if self.finish_reason is not None:
             return OutputDelta("", (), self.finish_reason)
+        if event.hidden:
+            self.finish_reason = event.finish_reason
+            return OutputDelta("", (), event.finish_reason, hidden=event.hidden)
         tokens = event.tokens
         # The engine says STOP for one reason only: the last token is a stop token.
         stop_token = tokens[-1] if event.finish_reason is FinishReason.STOP else None

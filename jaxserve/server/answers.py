@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
 from jaxserve.errors import JaxserveError, RequestTimeout
@@ -53,7 +54,8 @@ class Answer:
 
     async def whole(self) -> web.Response:
         """Wait for every choice, then answer at once."""
-        return web.json_response(await self._form.whole(self._begun))
+        body = msgspec.json.encode(await self._form.whole(self._begun))
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def stream(self, outcome: Outcome) -> web.StreamResponse:
         """Answer with server-sent events as text comes; an error after the headers is an event too.

@@ -47,6 +47,8 @@ class Call:
         echoes: whether each output begins with its prompt, with the log probabilities of its tokens where those are shown.
         prompt_texts: of each prompt its text, if it came as one, where prompts are echoed.
         prompt_logprobs: how many of the likeliest tokens at each place of a prompt are shown beside its own; None for nothing.
+        embeds_as: how embeddings are spelled, where they are what is asked for.
+        dimensions: numbers in each that the body wants, or None.
     """
 
     call_id: str
@@ -66,6 +68,8 @@ class Call:
     echoes: bool = False
     prompt_texts: tuple[str | None, ...] = ()
     prompt_logprobs: int | None = None
+    embeds_as: str = ""
+    dimensions: int | None = None
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:

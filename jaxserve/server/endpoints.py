@@ -1,4 +1,4 @@
-"""The endpoints that generate text: how each reads a body, and how a body is answered, with or without a connection.
+"""The endpoints that the engine works for: how each reads a body, and how a body is answered, with or without a connection.
 
 Owns the way from bytes to a call that the engine works on. Does not know what bodies mean (`openai`), routes or retries
 (`handlers`), or how an answer is streamed (`answers`).
@@ -21,6 +21,7 @@ from jaxserve.server.anthropic import parse_messages
 from jaxserve.server.anthropic_form import MessagesForm
 from jaxserve.server.call import Call
 from jaxserve.server.constraining import constrain
+from jaxserve.server.embeddings import EmbeddingForm, check_dimensions, parse_embeddings
 from jaxserve.server.form import MakeForm
 from jaxserve.server.generation import Generation
 from jaxserve.server.joining import Begun
@@ -42,7 +43,7 @@ _LARGE_BODIES = ThreadPoolExecutor(1, "jaxserve-bodies")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What makes a completion endpoint: how to read a body, and the form of its answer."""
+    """What makes an endpoint: how to read a body, and the form of its answer."""
 
     name: str
     id_prefix: str
@@ -54,8 +55,14 @@ COMPLETIONS = Endpoint("completions", "cmpl-", parse_completion, form_of(wire.Co
 CHAT = Endpoint("chat_completions", "chatcmpl-", parse_chat, form_of(wire.ChatShape))
 RESPONSES = Endpoint("responses", "resp_", parse_responses, ResponsesForm)
 MESSAGES = Endpoint("messages", "msg_", parse_messages, MessagesForm)
+EMBEDDINGS = Endpoint("embeddings", "embd-", parse_embeddings, EmbeddingForm)
 
-BATCH_ENDPOINTS = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES}
+BATCH_ENDPOINTS = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    "/v1/embeddings": EMBEDDINGS,
+}
 """What the lines of a batch may be for, by path."""
 
 
@@ -72,6 +79,7 @@ async def read_call(data: bytes, endpoint: Endpoint, model: Model) -> Call:
         return endpoint.parse(data, model.tokenizer, model=model.name, max_context=max_context, call_id=call_id)
 
     call = await understand(data, parse)
+    check_dimensions(call, model.terms.limits)
     if any(request.params.restricts_tokens for request in call.requests):
         # A grammar may take long to compile.
         return replace(call, requests=await asyncio.to_thread(constrain, call.requests, model.constraints))

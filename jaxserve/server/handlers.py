@@ -21,7 +21,7 @@ from jaxserve.server import batches, files, metrics, tokenization, wire
 from jaxserve.server.access import SERVICE, caller_of
 from jaxserve.server.answers import Answer, Outcome
 from jaxserve.server.anthropic import count_tokens
-from jaxserve.server.endpoints import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Endpoint, generating, read_call
+from jaxserve.server.endpoints import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Endpoint, generating, read_call
 from jaxserve.server.joining import Begun
 from jaxserve.server.keys import Caller
 from jaxserve.server.schema.document import document
@@ -63,6 +63,11 @@ async def count_message_tokens(request: web.Request) -> web.Response:
     max_context = model.terms.limits.max_context
     count = await asyncio.to_thread(count_tokens, data, model.tokenizer, model=model.name, max_context=max_context)
     return web.json_response({"input_tokens": count})
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/embeddings`."""
+    return await _answer(request, EMBEDDINGS)
 
 
 @contextmanager
@@ -210,6 +215,7 @@ async def openapi(request: web.Request) -> web.Response:
 ROUTES = [
     web.post("/v1/completions", completions),
     web.post("/v1/chat/completions", chat_completions),
+    web.post("/v1/embeddings", embeddings),
     web.post("/v1/responses", responses),
     web.post("/v1/messages", messages),
     web.post("/v1/messages/count_tokens", count_message_tokens),

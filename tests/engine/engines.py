@@ -11,10 +11,10 @@ from jaxserve.host.admission import Admission
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.plan import RunnerLimits
-from tests.fakes import FakeRunner, NextToken
+from tests.fakes import FAKE_HIDDEN_SIZE, FakeRunner, NextToken
 
 LIMITS = RunnerLimits(
-    num_pages=256, page_size=8, max_seqs=16, max_step_tokens=64, max_context=512, vocab_size=272
+    num_pages=256, page_size=8, max_seqs=16, max_step_tokens=64, max_context=512, vocab_size=272, hidden_size=FAKE_HIDDEN_SIZE
 )  # fmt: skip
 
 

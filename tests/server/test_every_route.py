@@ -20,6 +20,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hello"},
     "/v1/messages": {"messages": HELLO, "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": HELLO},
+    "/v1/embeddings": {"input": "hello"},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5]},
 }

@@ -216,6 +216,35 @@ class ChatChunk(Answer, frozen=True, kw_only=True):
     obfuscation: str | UnsetType = UNSET
 
 
+# --- embeddings -------------------------------------------------------------------------------------------------------
+
+
+class Embedding(Answer, frozen=True, kw_only=True):
+    """What stands for one input."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: Annotated[
+        list[float] | str, Meta(description="Of length 1; as base64 of little-endian float32 if that was asked for.")
+    ]
+
+
+class EmbeddingUsage(Answer, frozen=True, kw_only=True):
+    """Token counts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Answer, frozen=True, kw_only=True):
+    """An answer of `/v1/embeddings`."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 # --- the server itself ------------------------------------------------------------------------------------------------
 
 

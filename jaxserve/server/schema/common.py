@@ -86,10 +86,26 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     ) = None
 
 
-class AnyGenerationRequest(Body, frozen=True, kw_only=True):
-    """What all of them share."""
+class AnyRequest(Body, frozen=True, kw_only=True):
+    """What all share that the engine works on."""
 
     model: Annotated[str, Meta(description="The name that the server has for its model.")]
+
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    cache_salt: (
+        Annotated[
+            str,
+            Meta(max_length=MAX_SALT_CHARACTERS, description="Cached prefixes are shared with requests of the same one only."),
+        ]
+        | None
+    ) = None
+    user: Annotated[str, Meta(description="Who asks; the answer does not depend on it.")] | None = None
+
+
+class AnyGenerationRequest(AnyRequest, frozen=True, kw_only=True):
+    """What all of them share that generate."""
+
     stream: Annotated[bool, Meta(description="Answer with server-sent events.")] | None = None
 
     min_tokens: (
@@ -119,17 +135,6 @@ class AnyGenerationRequest(Body, frozen=True, kw_only=True):
         Annotated[bool, Meta(description="If false, special tokens are shown in the text; true if not given.")] | None
     ) = None
     ignore_eos: Annotated[bool, Meta(description="Go on after the end of the sequence.")] | None = None
-
-    priority: Priority | None = None
-    timeout: Timeout | None = None
-    cache_salt: (
-        Annotated[
-            str,
-            Meta(max_length=MAX_SALT_CHARACTERS, description="Cached prefixes are shared with requests of the same one only."),
-        ]
-        | None
-    ) = None
-    user: Annotated[str, Meta(description="Who asks; the answer does not depend on it.")] | None = None
 
     structured_outputs: Annotated[StructuredOutputs, Meta(description="What the output has to be.")] | None = None
     allowed_token_ids: (

@@ -12,6 +12,7 @@ from jaxserve.server.schema import answers, anthropic_answers, stored
 from jaxserve.server.schema.anthropic import CountTokensRequest, MessagesRequest
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.completions import CompletionRequest
+from jaxserve.server.schema.embeddings import EmbeddingRequest
 from jaxserve.server.schema.response_answers import Response, ResponseEvent
 from jaxserve.server.schema.responses import ResponsesRequest
 from jaxserve.server.schema.tokenization import DetokenizeRequest, TokenizeRequest
@@ -104,6 +105,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         errors=(400, 404, 413, 415, 503),
     ),
     ("GET", "/tokenizer_info"): Operation(summary="The model's tokenizer.", answer=answers.TokenizerInfo, errors=(503,)),
+    ("POST", "/v1/embeddings"): Operation(
+        summary="The final hidden state of each input's last token, scaled to length 1.",
+        body=EmbeddingRequest,
+        answer=answers.Embeddings,
+        errors=GENERATION_ERRORS,
+    ),
     ("GET", "/v1/models"): Operation(summary="The models that are served.", answer=answers.ModelList, errors=(503,)),
     ("GET", "/v1/models/{model}"): Operation(summary="A model that is served.", answer=answers.Model, errors=(404, 503)),
     ("DELETE", "/v1/cache"): Operation(

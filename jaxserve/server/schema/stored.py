@@ -25,7 +25,7 @@ SecondsToLive = Annotated[
 Anchor = Annotated[Literal["created_at"], Meta(description="From when on the seconds count.")]
 After = Annotated[str, Meta(description="The id after which the page begins.")]
 Purpose = Literal["batch", "batch_output"]
-BatchEndpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses"]
+BatchEndpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"]
 
 
 class ExpiresAfter(Body, frozen=True, kw_only=True):

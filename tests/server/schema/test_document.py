@@ -22,6 +22,7 @@ from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.completions import CompletionRequest
 from jaxserve.server.schema.decoding import decode
 from jaxserve.server.schema.document import document
+from jaxserve.server.schema.embeddings import EmbeddingRequest
 from jaxserve.server.schema.operations import OPERATIONS
 from jaxserve.server.schema.responses import ResponsesRequest
 from jaxserve.server.schema.tokenization import DetokenizeRequest, TokenizeRequest
@@ -64,6 +65,7 @@ BODIES: dict[type, dict[str, Any]] = {
     ChatRequest: {"model": "m", "messages": MESSAGES},
     ResponsesRequest: {"model": "m", "input": "x"},
     MessagesRequest: {"model": "m", "messages": MESSAGES, "max_tokens": 1},
+    EmbeddingRequest: {"model": "m", "input": "x"},
     TokenizeRequest: {"prompt": "x"},
     DetokenizeRequest: {"tokens": [5]},
 }
