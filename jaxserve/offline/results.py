@@ -23,10 +23,11 @@ from jaxserve.request import Request
 from jaxserve.server.call import Call
 from jaxserve.server.constraining import constrain
 from jaxserve.server.echo import ShownPrompts
+from jaxserve.server.form import WholeOutput
 from jaxserve.server.openai import parse_chat, parse_completion
-from jaxserve.server.prompt_logprobs import add_prompt_logprobs, spell
-from jaxserve.server.ranking import Choice, shown_choices
-from jaxserve.server.wire import ChatShape, CompletionShape, Shape, error_body, status_of, usage, whole
+from jaxserve.server.openai_form import OpenAIForm
+from jaxserve.server.prompt_logprobs import spell
+from jaxserve.server.wire import ChatShape, CompletionShape, Shape, error_body, status_of, usage
 
 Result = dict[str, Any]
 
@@ -99,21 +100,15 @@ class Translator:
         prompts.scores |= {i: each.prompt_logprobs for i, each in enumerate(completions[:: call.num_candidates])}
         if not line.is_batch:
             return self._plain_answer(line, call, completions[0], prompts)
-        shape = self._shapes[line.url]
-        body = whole(
-            shape,
-            call_id=call.call_id,
+        body = OpenAIForm(self._shapes[line.url], self._model_name).body(
+            call,
+            [_shown(prompts, index, completion) for index, completion in enumerate(completions)],
             created=CREATED,
-            model=self._model_name,
-            choices=shown_choices(
-                call,
-                [_shown(prompts, index, completion) for index, completion in enumerate(completions)],
-            ),
-            num_prompt=call.num_prompt_tokens,
             num_output=sum(len(completion.token_ids) for completion in completions),
+            num_cached=None,
             num_reasoning=_num_reasoning(completions),
+            prompt_logprobs=prompts.logprobs,
         )
-        add_prompt_logprobs(body, call, shape, prompts.logprobs)
         return self._batch_result(line, 200, body)
 
     def refusal(self, line: InputLine, error: JaxserveError) -> Result:
@@ -160,13 +155,13 @@ class Translator:
 
     def _plain_answer(self, line: InputLine, call: Call, completion: Completion, prompts: ShownPrompts) -> Result:
         shape = self._shapes[CHAT_URL if call.call_id.startswith("chat") else COMPLETIONS_URL]
-        text, tokens, _ = _shown(prompts, 0, completion)
-        shown: dict[str, Any] = {"logprobs": shape.logprobs(tokens)} if call.shows_logprobs else {}
+        output = _shown(prompts, 0, completion)
+        shown: dict[str, Any] = {"logprobs": shape.logprobs(output.tokens)} if call.shows_logprobs else {}
         if (logprobs := prompts.logprobs(0)) is not None:
             shown["prompt_logprobs"] = spell(shape, call.prompts[0], logprobs)
         return self._plain_result(
             line,
-            text=text if call.echoes else completion.text,
+            text=output.content if call.echoes else completion.text,
             **shown,
             finish_reason=completion.finish_reason.value,
             usage=usage(call.num_prompt_tokens, len(completion.token_ids)),
@@ -179,12 +174,12 @@ class Translator:
         return {"id": self._options.result_id(line.number), **names, asked: line.body[asked], **outcome}
 
 
-def _shown(prompts: ShownPrompts, index: int, completion: Completion) -> Choice:
+def _shown(prompts: ShownPrompts, index: int, completion: Completion) -> WholeOutput:
     """The output of request `index` with what is shown of its prompt."""
     if not isinstance(completion.content, str):
-        return completion.content, completion.shown, completion.finish_reason
+        return WholeOutput(completion.content, completion.shown, completion.finish_reason)
     delta = prompts.add(index, OutputDelta(completion.content, completion.shown, completion.finish_reason))
-    return delta.text, delta.tokens, completion.finish_reason
+    return WholeOutput(delta.text, delta.tokens, completion.finish_reason)
 
 
 def _num_reasoning(completions: Sequence[Completion]) -> int | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import JaxserveError
 from jaxserve.server import wire
+from jaxserve.server.call import Call
+from jaxserve.server.echo import PromptLogprobs
 from jaxserve.server.form import MakeForm, WholeOutput, whole_outputs
 from jaxserve.server.joining import Begun, Deltas
 from jaxserve.server.prompt_logprobs import add_prompt_logprobs
@@ -22,25 +25,53 @@ class OpenAIForm:
         self._model_name = model_name
 
     async def whole(self, begun: Begun) -> dict[str, Any]:
-        outputs = await whole_outputs(begun)
-        if begun.call.shows_prompts:  # likeliest tokens at each of thousands of places would hold up every stream
-            return await asyncio.to_thread(self._body, begun, outputs)
-        return self._body(begun, outputs)
+        outputs, source = await whole_outputs(begun), begun.source
 
-    def _body(self, begun: Begun, outputs: list[WholeOutput]) -> dict[str, Any]:
-        call, source = begun.call, begun.source
+        def body() -> dict[str, Any]:
+            return self.body(
+                begun.call,
+                outputs,
+                created=begun.created,
+                num_output=source.num_output,
+                num_cached=source.num_cached,
+                num_reasoning=source.num_reasoning,
+                prompt_logprobs=source.prompt_logprobs,
+            )
+
+        if begun.call.shows_prompts:  # likeliest tokens at each of thousands of places would hold up every stream
+            return await asyncio.to_thread(body)
+        return body()
+
+    def body(
+        self,
+        call: Call,
+        outputs: Sequence[WholeOutput],
+        *,
+        created: int,
+        num_output: int,
+        num_cached: int | None,
+        num_reasoning: int | None,
+        prompt_logprobs: Callable[[int], PromptLogprobs | None],
+    ) -> dict[str, Any]:
+        """The body of an answer whose outputs have ended.
+
+        Args:
+            created: seconds since 1970.
+            num_output, num_cached, num_reasoning: tokens of all outputs; cached ones are not told where they are None.
+            prompt_logprobs: what is known of a prompt, by its index.
+        """
         body = wire.whole(
             self._shape,
             call_id=call.call_id,
-            created=begun.created,
+            created=created,
             model=self._model_name,
             choices=shown_choices(call, [(output.content, output.tokens, output.finish_reason) for output in outputs]),
             num_prompt=call.num_prompt_tokens,
-            num_output=source.num_output,
-            num_cached=source.num_cached,
-            num_reasoning=source.num_reasoning,
+            num_output=num_output,
+            num_cached=num_cached,
+            num_reasoning=num_reasoning,
         )
-        add_prompt_logprobs(body, call, self._shape, source.prompt_logprobs)
+        add_prompt_logprobs(body, call, self._shape, prompt_logprobs)
         return body
 
     def events(self, begun: Begun) -> ChunkEvents:
