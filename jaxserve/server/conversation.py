@@ -13,6 +13,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.messages import check_shown, read_messages
 from jaxserve.server.schema.chat import AnyMessage
 from jaxserve.server.schema.decoding import check_depth, unknown_field
+from jaxserve.server.schema.tools import FunctionTool
 
 VARIABLES_NOT_OPEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 
@@ -30,6 +31,8 @@ class Conversation(Protocol):
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
     @property
     def continue_final_message(self) -> bool | None: ...
+    @property
+    def tools(self) -> list[FunctionTool] | None: ...
 
 
 def open_variables(body: Conversation, tokenizer: Tokenizer) -> frozenset[str]:
@@ -38,7 +41,7 @@ def open_variables(body: Conversation, tokenizer: Tokenizer) -> frozenset[str]:
     Raises:
         InvalidRequest: there is no template, or the body brings one and may not.
     """
-    return tokenizer.template_for(body.chat_template).variables - VARIABLES_NOT_OPEN
+    return tokenizer.template_for(body.chat_template, tools=bool(body.tools)).variables - VARIABLES_NOT_OPEN
 
 
 def template_variables(body: Conversation, tokenizer: Tokenizer) -> dict[str, Any]:

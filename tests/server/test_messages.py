@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.call import Call
 from jaxserve.server.openai import parse_chat
@@ -112,3 +113,14 @@ def test_a_bos_of_the_template_comes_once() -> None:
     prompt = chat(SENTENCEPIECE).requests[0].prompt
     assert prompt.count(1) == 1
     assert prompt[0] == 1
+
+
+def test_variables_are_those_of_the_template_for_tools_where_there_are_tools() -> None:
+    with_tools = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}{{ mood }}"
+    library = tiny.byte_level_library().to_str()
+    tokenizer = Tokenizer(library, chat_template=tiny.CHATML, tool_template=with_tools).with_formats(tool_format="hermes")
+    tools = [{"type": "function", "function": {"name": "tide"}}]
+    prompt = chat(tokenizer, tools=tools, chat_template_kwargs={"mood": "!"}).requests[0].prompt
+    assert tokenizer.decode(prompt) == "tidehello!"
+    with pytest.raises(InvalidRequest, match=r"unknown field 'chat_template_kwargs\.mood'"):
+        chat(tokenizer, chat_template_kwargs={"mood": "!"})
