@@ -14,29 +14,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.constraint import mask_size
 from jaxserve.device.pack import MAX_FORBIDDEN, NUM_SAMPLE_FIELDS, SampleRows, padding_sample, sample_fields, sample_rows
-from jaxserve.device.sampler import Sampled, SlotState
-from jaxserve.device.step import pack_sampled
+from jaxserve.device.sampler import SlotState, choose_tokens
 from jaxserve.plan import Masks, RunnerLimits, StepPlan
-
-Choose = Callable[..., Sampled]
-"""`sampler.sample`, with its implementation bound."""
 
 
 class ConstrainedSampling:
     """The program for steps that sample `num_rows` rows, compiled.
 
     Args:
+        draw_impl: as `sampler.choose_draw` has it.
         slots: abstract, with shardings; donated by each call.
         result_width: of a step's packed result.
     """
 
     def __init__(
-        self, choose: Choose, slots: SlotState, num_rows: int, result_width: int, limits: RunnerLimits, mesh: Mesh
+        self, draw_impl: str, slots: SlotState, num_rows: int, result_width: int, limits: RunnerLimits, mesh: Mesh
     ) -> None:
         self._limits = limits
         self._num_rows = num_rows
@@ -48,7 +46,7 @@ class ConstrainedSampling:
         logits = abstract((limits.vocab_size, num_rows), np.float32)
         result = abstract((num_rows, result_width), np.int32)
         upload = abstract((num_rows, upload_width(limits.vocab_size)), np.int32)
-        function = make_constrain(choose, limits.vocab_size)
+        function = make_constrain(draw_impl, limits.vocab_size)
         # Every device has all of it, and a kernel in it does not want to be split.
         whole = PartitionSpec()
         sharded = jax.shard_map(function, mesh=mesh, in_specs=(whole,) * 4, out_specs=(whole, whole), check_vma=False)
@@ -81,7 +79,7 @@ def pack_masks(plan: StepPlan, places: list[int | None], masks: Masks, num_rows:
 
 
 def make_constrain(
-    choose: Choose, vocab_size: int
+    draw_impl: str, vocab_size: int
 ) -> Callable[[SlotState, Array, Array, Array], tuple[SlotState, Int[Array, "R width"]]]:
     """The program as a pure function of slots, logits, a step's packed result and the upload."""
 
@@ -89,13 +87,29 @@ def make_constrain(
         slots: SlotState, logits: Float[Array, "V R"], result: Int[Array, "R width"], upload: Int[Array, "R words"]
     ) -> tuple[SlotState, Int[Array, "R width"]]:
         rows, words = unpack_masks(upload, vocab_size)
-        sampled = choose(logits, rows, slots, allowed=allowed_tokens(words, vocab_size))
+        tokens = choose_tokens(logits, rows, slots, draw_impl, allowed_tokens(words, vocab_size))
         # Rows that keep their token have the slot that belongs to nobody.
-        slots = dataclasses.replace(slots, tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))
+        slots = dataclasses.replace(slots, tokens=slots.tokens.at[rows.slot, rows.next_position].set(tokens))
         is_constrained = jnp.any(words != 0, axis=1)
-        return slots, jnp.where(is_constrained[:, None], pack_sampled(sampled), result)
+        return slots, jnp.where(is_constrained[:, None], with_tokens(result, tokens, logits), result)
 
     return constrain
+
+
+def with_tokens(result: Int[Array, "R width"], tokens: Int[Array, " R"], logits: Float[Array, "V R"]) -> Int[Array, "R width"]:
+    """A step's packed result with other tokens, and what it tells of their log probabilities where it tells any.
+
+    A token among the most likely has the log probability that stands there; another's is as far from that of the token which
+    the step chose as their logits are from each other.
+    """
+    num_top = (result.shape[1] - 2) // 2
+    before, top_ids = result[:, 0], result[:, 2 : 2 + num_top]
+    logprob, top = (lax.bitcast_convert_type(x, jnp.float32) for x in (result[:, 1], result[:, 2 + num_top :]))
+    row = jnp.arange(len(result))
+    is_top = top_ids == tokens[:, None]
+    shifted = jnp.where(tokens == before, logprob, logprob + (logits[tokens, row] - logits[before, row]))
+    logprob = jnp.where(is_top.any(axis=1), jnp.sum(jnp.where(is_top, top, 0.0), axis=1), shifted)
+    return result.at[:, 0].set(tokens).at[:, 1].set(lax.bitcast_convert_type(logprob, jnp.int32))
 
 
 def unpack_masks(upload: Int[Array, "R words"], vocab_size: int) -> tuple[SampleRows, Int[Array, "R W"]]:

@@ -191,8 +191,10 @@ def padding_sample(no_slot: int) -> np.ndarray:
 
 
 def _unasking_fields(row: PlanRow, last_token: int) -> np.ndarray:
-    """Of a row that will be sampled again, so that it costs the step nothing."""
-    return _fields((row.slot, last_token, row.start + row.count, 0, 0, 0, -1, 0), (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0))
+    """Of a row that will be sampled again, so that it costs the step nothing but the log probabilities that it asks for."""
+    num_logprobs = -1 if row.params.logprobs is None else row.params.logprobs
+    ints = (row.slot, last_token, row.start + row.count, 0, 0, 0, num_logprobs, 0)
+    return _fields(ints, (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0))
 
 
 def sample_fields(row: PlanRow, last_token: int) -> np.ndarray:

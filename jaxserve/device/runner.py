@@ -163,6 +163,7 @@ class DeviceRunner:
         self._constrained: dict[int, ConstrainedSampling] = {}
         draw_impl, reason = choose_draw(mesh.devices.flat[0].platform, config.vocab_size)
         logger.info("sampling: %s, since %s", draw_impl, reason)
+        self._draw_impl = draw_impl
         self._choose = partial(sample, draw_impl=draw_impl)
         self._compiles_when_ready = 0
 
@@ -288,7 +289,7 @@ class DeviceRunner:
 
     def _compile_constrained(self, num_rows: int) -> ConstrainedSampling:
         width = 2 + 2 * num_top_logprobs(self._config)
-        return ConstrainedSampling(self._choose, self._abstract_state.slots, num_rows, width, self._limits, self._mesh)
+        return ConstrainedSampling(self._draw_impl, self._abstract_state.slots, num_rows, width, self._limits, self._mesh)
 
     def _compile(self, bucket: Bucket) -> Any:
         step = make_step(

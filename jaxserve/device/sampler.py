@@ -70,27 +70,13 @@ def choose_draw(platform: str, vocab_size: int) -> tuple[str, str]:
     return "tpu", f"the Pallas kernel takes vocabularies of {vocab_size}"
 
 
-def sample(
-    logits: Float[Array, "V R"],
-    rows: SampleRows,
-    state: SlotState,
-    draw_impl: str = "xla",
-    allowed: Bool[Array, "V R"] | None = None,
-) -> Sampled:
+def sample(logits: Float[Array, "V R"], rows: SampleRows, state: SlotState, draw_impl: str = "xla") -> Sampled:
     """Choose a token for each row; padding rows choose one that means nothing.
 
     Args:
         draw_impl: of `pallas_kernels.sample`, as `choose_draw` has it.
-        allowed: the tokens that each row may choose, at least one; None for all. Log probabilities do not depend on it.
     """
-    all_logits = logits
-    if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
-    penalised = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
-    adjusts = penalised | (rows.has_bias > 0) | (rows.min_tokens > 0)
-    special = jnp.any(adjusts | (rows.temperature > 0))
-    tokens = lax.cond(special, lambda: _special(logits.T, rows, state, draw_impl), lambda: first_argmax(logits))
-
+    tokens = choose_tokens(logits, rows, state, draw_impl)
     wanted = jnp.any(rows.num_logprobs >= 0)
     num_rows = logits.shape[1]
     num_top = min(MAX_LOGPROBS, logits.shape[0])
@@ -99,8 +85,27 @@ def sample(
         jnp.zeros((num_rows, num_top), jnp.int32),
         jnp.zeros((num_rows, num_top)),
     )
-    logprob, top_ids, top_logprobs = lax.cond(wanted, lambda: _logprobs(all_logits.T, tokens, num_top), lambda: nothing)
+    logprob, top_ids, top_logprobs = lax.cond(wanted, lambda: _logprobs(logits.T, tokens, num_top), lambda: nothing)
     return Sampled(tokens=tokens, logprob=logprob, top_ids=top_ids, top_logprobs=top_logprobs)
+
+
+def choose_tokens(
+    logits: Float[Array, "V R"],
+    rows: SampleRows,
+    state: SlotState,
+    draw_impl: str,
+    allowed: Bool[Array, "V R"] | None = None,
+) -> Int[Array, " R"]:
+    """A token for each row, one of those that are `allowed` to it where that is given."""
+    penalised = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
+    adjusts = penalised | (rows.has_bias > 0) | (rows.min_tokens > 0)
+    special = jnp.any(adjusts | (rows.temperature > 0))
+
+    # Within the branches, where the compiler has it in one loop with what reads it first.
+    def masked() -> Float[Array, "V R"]:
+        return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+
+    return lax.cond(special, lambda: _special(masked().T, rows, state, draw_impl), lambda: first_argmax(masked()))
 
 
 def first_argmax(logits: Float[Array, "V R"]) -> Int[Array, " R"]:

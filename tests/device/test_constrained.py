@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from functools import partial
 
 import jax
 import numpy as np
@@ -11,7 +11,9 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.constraint import mask_of
-from jaxserve.device.constrained import ConstrainedSampling, allowed_tokens, pack_masks, unpack_masks
+from jaxserve.device.buckets import Bucket
+from jaxserve.device.constrained import ConstrainedSampling, allowed_tokens
+from jaxserve.device.pack import pack, unpack
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.device.sampler import SlotState, empty_state, sample
 from jaxserve.device.step import pack_sampled
@@ -52,7 +54,7 @@ def constrained() -> ConstrainedSampling:
     everywhere = jax.NamedSharding(mesh, jax.P())
     slots = jax.eval_shape(lambda: empty_state(LIMITS.max_seqs, LIMITS.max_context, VOCAB))
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), slots)
-    return ConstrainedSampling(partial(sample, draw_impl="xla"), abstract, 6, 42, LIMITS, mesh)
+    return ConstrainedSampling("xla", abstract, 6, 42, LIMITS, mesh)
 
 
 def state() -> SlotState:
@@ -64,47 +66,60 @@ PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.0, logprobs=3),
     SamplingParams(temperature=2.0, top_k=5, top_p=0.9, logprobs=0),
-    SamplingParams(temperature=1.0, repetition_penalty=1.5, presence_penalty=1.0),
+    SamplingParams(temperature=1.0, repetition_penalty=1.5, presence_penalty=1.0, logprobs=20),
     SamplingParams(temperature=5.0, min_p=0.01),
 ]
+
+
+def everywhere(x: np.ndarray) -> jax.Array:
+    return jax.device_put(x, jax.NamedSharding(make_mesh(1), jax.P()))
+
+
+def freely(logits: jax.Array, rows: tuple[PlanRow, ...]) -> jax.Array:
+    """What a step leaves of these rows, which it samples as it does those that will be sampled again."""
+    bucket = Bucket(0, 0, 6)
+    samples = unpack(jax.numpy.asarray(pack(StepPlan(0, rows), bucket, LIMITS)[0]), state().tokens, bucket, LIMITS)[1]
+    return everywhere(np.asarray(pack_sampled(sample(logits, samples, state()))))
 
 
 @pytest.mark.slow
 def test_rows_choose_among_their_masks_and_others_keep_their_tokens(constrained: ConstrainedSampling) -> None:
     rng = np.random.default_rng(0)
-    logits = jax.device_put(rng.normal(size=(VOCAB, 6)).astype(np.float32), jax.NamedSharding(make_mesh(1), jax.P()))
     rows = (*(row(slot, params) for slot, params in enumerate(PARAMS)), row(5, PARAMS[0], masked=False))
-    before = rng.integers(0, VOCAB, (6, 42), dtype=np.int32)
     for _ in range(10):
+        logits = everywhere(rng.normal(size=(VOCAB, 6)).astype(np.float32))
+        before = freely(logits, rows)
         allowed = [sorted(rng.choice(VOCAB, size, replace=False).tolist()) for size in (1, 2, 7, 40, VOCAB)]
         masks = (*(mask_of(ids, VOCAB) for ids in allowed), None)
-        placed = jax.device_put(before, jax.NamedSharding(make_mesh(1), jax.P()))
-        slots, result = constrained(state(), logits, placed, StepPlan(0, rows), [0, 1, 2, 3, 4, 5], masks)
+        slots, result = constrained(state(), logits, before, StepPlan(0, rows), [0, 1, 2, 3, 4, 5], masks)
         tokens = np.asarray(result)[:, 0]
         assert all(token in ids for token, ids in zip(tokens, allowed, strict=False))
         assert tokens[0] == max(allowed[0], key=lambda token: logits[token, 0])
         assert tokens[1] == max(allowed[1], key=lambda token: logits[token, 1])
-        np.testing.assert_array_equal(np.asarray(result)[5], before[5])
+        np.testing.assert_array_equal(np.asarray(result)[5], np.asarray(before)[5])
         np.testing.assert_array_equal(np.asarray(slots.tokens)[:5, 5], tokens[:5])
         assert np.asarray(slots.tokens)[5].sum() == 0
-        # The model's own distribution, not the mask's.
-        logprobs = np.asarray(jax.nn.log_softmax(logits, axis=0))
-        assert np.asarray(result)[1].view(np.float32)[1] == pytest.approx(logprobs[tokens[1], 1], abs=1e-5)
-        assert np.asarray(result)[1, 2] == np.argmax(logprobs[:, 1])
+        # Log probabilities are of the model's own distribution, not of the mask's.
+        logprobs, packed = np.asarray(jax.nn.log_softmax(logits, axis=0)), np.asarray(result)
+        for place in (1, 2, 3):
+            found = packed[place].view(np.float32)
+            assert found[1] == pytest.approx(logprobs[tokens[place], place], abs=1e-5)
+            assert packed[place, 2] == np.argmax(logprobs[:, place])
+            top = dict(zip(packed[place, 2:22].tolist(), found[22:].tolist(), strict=True))
+            assert top.get(tokens[place], found[1]) == found[1]
 
 
 @pytest.mark.slow
 def test_a_mask_of_all_tokens_changes_nothing(constrained: ConstrainedSampling) -> None:
-    logits = jax.device_put(
-        np.random.default_rng(1).normal(size=(VOCAB, 6)).astype(np.float32), jax.NamedSharding(make_mesh(1), jax.P())
-    )
+    logits = everywhere(np.random.default_rng(1).normal(size=(VOCAB, 6)).astype(np.float32))
     rows = tuple(row(slot, params) for slot, params in enumerate(PARAMS))
-    everything = mask_of(range(VOCAB), VOCAB)
-    zeros = jax.device_put(np.zeros((6, 42), np.int32), jax.NamedSharding(make_mesh(1), jax.P()))
-    _, result = constrained(state(), logits, zeros, StepPlan(0, rows), [0, 1, 2, 3, 4], (everything,) * 5)
-    packed = pack_masks(StepPlan(0, rows), [0, 1, 2, 3, 4], (everything,) * 5, 6, LIMITS)
-    free = pack_sampled(sample(logits, unpack_masks(jax.numpy.asarray(packed), VOCAB)[0], state()))
-    np.testing.assert_array_equal(np.asarray(result)[:5], np.asarray(free)[:5])
+    masks = (mask_of(range(VOCAB), VOCAB),) * 5
+    _, result = constrained(state(), logits, freely(logits, rows), StepPlan(0, rows), [0, 1, 2, 3, 4], masks)
+    free = freely(logits, tuple(dataclasses.replace(each, masked=False) for each in rows))
+    np.testing.assert_array_equal(np.asarray(result)[:5, 0], np.asarray(free)[:5, 0])
+    np.testing.assert_allclose(
+        np.asarray(result)[1:4, 1].view(np.float32), np.asarray(free)[1:4, 1].view(np.float32), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("vocab", [31, 32, 33, 97])
