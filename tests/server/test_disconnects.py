@@ -131,6 +131,61 @@ async def test_a_reader_that_stalls_is_dropped() -> None:
             await server.idle()
 
 
+def num_stalled(server: Serving) -> float:
+    return server.service.metrics.dropped_connections.labels("stalled")._value.get()
+
+
+def unsent(server: Serving) -> int:
+    """Bytes that the server keeps for its clients, beside what is with the kernel."""
+    web_server = server.server._runner.server
+    assert web_server is not None
+    transports = [connection.transport for connection in web_server.connections]
+    return sum(transport.get_write_buffer_size() for transport in transports if transport is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_send_buffers")
+async def test_what_stalled_readers_cost() -> None:
+    """Many answers of a megabyte each, read by nobody: what is kept of each is less than one of our writes and one more."""
+    config = HttpConfig(port=0, stall_seconds=1.5, max_queue_requests=1000)
+    async with serving(fake_engine(), config=config) as server:
+        body = {**LONG, "stream": True, "logprobs": 20}
+        connections = [await raw_request(server, body) for _ in range(16)]
+        for reader, _ in connections:
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+        most = 0
+        async with asyncio.timeout(30):
+            while num_stalled(server) < len(connections):
+                most = max(most, unsent(server))
+                await asyncio.sleep(0.01)
+        assert 0 < most < len(connections) * 2 * 64 * 1024
+        await server.idle()
+        assert unsent(server) == 0
+        for _, writer in connections:
+            writer.close()
+
+
+async def test_a_whole_answer_that_nobody_reads_is_dropped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after its handler is done, and where the connection was to be closed behind it."""
+    config = HttpConfig(port=0, stall_seconds=0.3)
+    original = answers.Answer.whole
+
+    async def whole(answer: Any) -> Any:
+        answer._request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        return await original(answer)
+
+    monkeypatch.setattr(answers.Answer, "whole", whole)
+    async with serving(config=config) as server:
+        reader, writer = await raw_request(server, {**LONG, "logprobs": 20, "max_tokens": 200})
+        with contextlib.closing(writer):
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            async with asyncio.timeout(20):
+                while num_stalled(server) == 0:
+                    await asyncio.sleep(0.02)
+            assert unsent(server) == 0
+
+
 @pytest.mark.usefixtures("small_send_buffers")
 async def test_a_slow_reader_gets_everything() -> None:
     async with serving() as server:
