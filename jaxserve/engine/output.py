@@ -57,13 +57,16 @@ class Output:
 
     Args:
         reading: how the text is read as reasoning, answer and calls; None to leave it as it is.
+        lists_stop_token: whether a stop token is among the tokens with log probabilities also where it is not text.
 
     Attributes:
         num_tokens: output tokens so far, with the one that ended it, as usage counts them.
         finish_reason: None while it goes on.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, reading: Reading | None = None) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, reading: Reading | None = None, *, lists_stop_token: bool = False
+    ) -> None:
         params = request.params
         self._reader = None if reading is None else _Reader(reading, request.request_id)
         shown_special = frozenset() if reading is None else frozenset(tokenizer.special_ids_by_name(reading.markers).values())
@@ -75,6 +78,7 @@ class Output:
             shown_special=shown_special if params.skip_special_tokens else tokenizer.special_ids,
         )
         self._shows_stop_token = params.include_stop_str_in_output
+        self._lists_stop_token = lists_stop_token
         self._wants_logprobs = params.logprobs is not None
         self._unshown: deque[tuple[int, TokenLogprobs]] = deque()
         self.num_tokens = 0
@@ -107,6 +111,8 @@ class Output:
             if rest.stopped:  # half a character became U+FFFD, which completed a stop string
                 self.finish_reason = FinishReason.STOP
             text, shown, offsets = text + rest.text, shown + self._show(rest), offsets + rest.offsets
+        if stop_token is not None and left_out and self._lists_stop_token and event.logprobs and not delta.stopped:
+            shown += (ShownToken(stop_token, event.logprobs[-1], self._stream.num_characters),)
         self.num_tokens = self._stream.num_tokens + (left_out and not delta.stopped)
         if self._reader is None:
             return OutputDelta(text, shown, self.finish_reason, stopped_by)

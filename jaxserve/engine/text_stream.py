@@ -78,6 +78,11 @@ class TextStream:
         self._stop: str | None = None
         self.num_tokens = 0
 
+    @property
+    def num_characters(self) -> int:
+        """Of the text that has been given out."""
+        return self._num_released
+
     def push(self, token_ids: Iterable[int]) -> TextDelta:
         """Read tokens; those after a stop string are ignored."""
         for token_id in token_ids:

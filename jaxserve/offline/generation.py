@@ -84,18 +84,19 @@ class Generation:
         """Requests that have not finished."""
         return len(self._live)
 
-    def add(self, request: Request, reading: Reading | None = None) -> None:
+    def add(self, request: Request, reading: Reading | None = None, *, lists_stop_token: bool = False) -> None:
         """Queue a request.
 
         Args:
             reading: how its output is read as reasoning, text and calls; None for text alone.
+            lists_stop_token: as `Output` has it.
 
         Raises:
             InvalidRequest: it can never be served, or its id is live.
             EngineError: the engine is dead.
         """
         self._core.add(request)
-        self._live[request.request_id] = _Live(Output(request, self._tokenizer, reading))
+        self._live[request.request_id] = _Live(Output(request, self._tokenizer, reading, lists_stop_token=lists_stop_token))
 
     def step(self) -> list[tuple[str, Completion]]:
         """One step of the engine; the outputs that it completed, with their request ids.

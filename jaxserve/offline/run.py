@@ -121,7 +121,7 @@ class BatchRun:
 
     def _add(self, work: _Work, index: int, request: Request) -> None:
         self._live[request.request_id] = (work, index)
-        self._generation.add(request, work.call.reading)
+        self._generation.add(request, work.call.reading, lists_stop_token=work.call.echoes)
 
     def _take(self, request_id: str, completion: Completion) -> None:
         work, index = self._live.pop(request_id)

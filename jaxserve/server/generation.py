@@ -23,7 +23,7 @@ class Generation:
         self._metrics = metrics
         self._prompts = ShownPrompts(call, tokenizer) if call.shows_prompts else None
         self._held = HeldEvents(call.num_candidates, self._prompts.scores) if self._prompts else None
-        self._outputs = [Output(request, tokenizer, call.reading) for request in call.requests]
+        self._outputs = [Output(request, tokenizer, call.reading, lists_stop_token=call.echoes) for request in call.requests]
         self._num_cached = [0] * len(call.requests)
         self._num_candidates = call.num_candidates
         self._index_of = {request.request_id: index for index, request in enumerate(call.requests)}

@@ -63,8 +63,8 @@ async def test_the_prompts_tokens_come_before_the_outputs(stream: bool) -> None:
             assert offsets[len(IDS)] == len(PROMPT)
 
 
-async def echoed_logprobs(server: Serving, stream: bool) -> tuple[dict[str, list[Any]], str]:
-    fields = {"max_tokens": 4, "echo": True, "logprobs": 2, "extra_body": {"ignore_eos": True}}
+async def echoed_logprobs(server: Serving, stream: bool, *, ignore_eos: bool = True) -> tuple[dict[str, list[Any]], str]:
+    fields = {"max_tokens": 4, "echo": True, "logprobs": 2, "extra_body": {"ignore_eos": ignore_eos}}
     if not stream:
         choice = (await complete(server, PROMPT, **fields)).choices[0]
         assert choice.logprobs is not None
@@ -72,6 +72,18 @@ async def echoed_logprobs(server: Serving, stream: bool) -> tuple[dict[str, list
     chunks = await stream_completion(server, PROMPT, **fields)
     parts = [chunk.choices[0].logprobs.model_dump() for chunk in chunks if chunk.choices[0].logprobs]
     return {name: [item for part in parts for item in part[name]] for name in parts[0]}, joined(chunks)[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_token_is_listed_the_one_that_ends_it_too(stream: bool) -> None:
+    """lm-eval takes all but one of the tokens after a context: what is missing at the end it would take from the prompt."""
+    async with serving(says(PROMPT, "")) as server:
+        logprobs, text = await echoed_logprobs(server, stream, ignore_eos=False)
+        assert text == PROMPT
+        assert logprobs["tokens"][len(IDS) :] == [BYTE_LEVEL.token_bytes(BYTE_LEVEL.eos_token_id or 0).decode()]
+        assert logprobs["text_offset"][-1] == len(PROMPT)
+        assert {len(values) for values in logprobs.values()} == {len(IDS) + 1}
+        assert not (await complete(server, PROMPT, logprobs=1)).choices[0].logprobs.tokens  # type: ignore[union-attr]
 
 
 async def test_without_output_there_is_the_prompt_alone() -> None:
