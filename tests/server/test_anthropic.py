@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +22,9 @@ from jaxserve.server.anthropic_form import MessagesForm
 from jaxserve.server.call import Call
 from jaxserve.server.joining import Begun, Deltas
 from jaxserve.server.openai import parse_chat
+from jaxserve.server.schema.anthropic import MessagesRequest
 from jaxserve.server.schema.anthropic_answers import MessageEvent
+from jaxserve.server.schema.body import limited_fields
 from tests.engine import tiny_tokenizers as tiny
 from tests.server.serving import BYTE_LEVEL, MODEL, Serving, says, serving
 
@@ -146,6 +150,70 @@ def test_errors_of_the_conversation_name_the_turn_that_was_sent() -> None:
         parse(silent, system="be", messages=[*HELLO, {"role": "user", "content": [*text("x"), *result]}])
     assert caught.value.param == "messages[1].content[1].content"
     assert str(caught.value) == f"{caught.value.param}: the model's chat template drops messages of this role"
+
+
+# --- the README's tables ------------------------------------------------------------------------------------------------
+
+SECTION = (Path(__file__).resolve().parents[2] / "README.md").read_text().split("\n### Messages\n", 1)[1].split("\n## ", 1)[0]
+
+
+def rows(begin: str) -> list[tuple[list[str], str]]:
+    """The names of each row of a table, and what it says of them."""
+    cells = [line.strip("|").split("|") for line in SECTION.split(begin, 1)[1].split("\n\n", 1)[0].splitlines() if "`" in line]
+    return [(re.findall(r"`([^`]+)`", names), said) for names, said in cells]
+
+
+WORKS = [name for names, _ in rows("| parameter of `/v1/messages` |") for name in names]
+REFUSED = {
+    name: [json.loads(value) for value in re.findall(r"`([^`]+)`", said)]
+    for names, said in rows("| refused | unless it is |")
+    for name in names
+}
+TAKES: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 5,
+    "stream": True,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 3,
+    "seed": 7,
+    "priority": "batch",
+    "timeout": 1.5,
+    "cache_salt": "s",
+    "messages": [{"role": "user", "content": "bye"}],
+    "system": "be",
+    "stop_sequences": ["x"],
+    "tools": [],
+    "tool_choice": {"type": "none"},
+    "thinking": {"type": "disabled"},
+    "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+    "metadata": {"user_id": "u"},
+    "cache_control": {"type": "ephemeral", "ttl": "5m"},
+}
+CHANGES_NOTHING = ("model", "tools", "tool_choice", "thinking", "metadata", "cache_control")
+"""Of those the ones that change nothing in this conversation with this model."""
+
+
+def test_the_tables_are_the_schema() -> None:
+    limited = {name: list(values) for name, values in limited_fields(MessagesRequest)}
+    assert limited == REFUSED
+    assert sorted(WORKS) == sorted(set(MessagesRequest.__struct_fields__) - set(limited))
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_works(name: str) -> None:
+    assert (parse(**{name: TAKES[name]}) == parse()) == (name in CHANGES_NOTHING)
+    if name not in ("model", "max_tokens", "messages"):
+        assert parse(**{name: None}) == parse()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    for value in [*REFUSED[name], None]:
+        assert parse(**{name: value}) == parse()
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**{name: 5})
+    assert caught.value.param == name
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
