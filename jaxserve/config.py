@@ -166,6 +166,7 @@ class HttpConfig:
         api_key: what clients must send as a bearer token; "" serves anyone.
         api_keys_file: TOML file of API keys with labels, weights and priorities; see the README.
         admin_key: bearer token for DELETE /v1/cache, beside API keys with admin = true; "" for none.
+        chat_template: file with a chat template to use instead of the model's own; "" for the model's.
         tool_format: how the model writes calls of functions: hermes, llama3, mistral, mistral-args, gemma, functiongemma or
             none; auto takes what its chat template shows.
         reasoning_format: how the model marks reasoning: think, mistral or gemma; none leaves it in the text; auto as above.
@@ -201,6 +202,7 @@ class HttpConfig:
     head_timeout: float = 20.0
     body_timeout: float = 30.0
     idle_timeout: float = 75.0
+    chat_template: str = ""
     tool_format: str = "auto"
     reasoning_format: str = "auto"
     special_tokens_in_messages: bool = False

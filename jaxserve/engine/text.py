@@ -111,6 +111,18 @@ class Tokenizer:
         ids = {text: self._id_of(text) for text in texts}
         return {text: token_id for text, token_id in ids.items() if token_id in self.special_ids and token_id is not None}
 
+    def with_template(self, chat_template: str) -> Tokenizer:
+        """The same vocabulary with another chat template, for conversations with tools and without.
+
+        Raises:
+            ModelLoadError: it does not compile.
+        """
+        other = copy.copy(self)
+        other.template, other._tool_template = _compile(chat_template, *self._names_in_template), None
+        other._template_source = chat_template
+        other.dialect = choose_dialect(chat_template)
+        return other
+
     def with_formats(self, *, tool_format: str = "auto", reasoning_format: str = "auto") -> Tokenizer:
         """The same vocabulary and template, with formats of calls and reasoning that are named and not found.
 

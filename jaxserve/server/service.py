@@ -10,13 +10,14 @@ import enum
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxserve.config import HttpConfig
 from jaxserve.engine.async_engine import AsyncEngine, Core
 from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.text import ChatRules, Tokenizer
 from jaxserve.engine.tools.dialect import choose_dialect
-from jaxserve.errors import EngineError, NotReady
+from jaxserve.errors import ConfigError, EngineError, NotReady
 from jaxserve.host.admission import Admission
 from jaxserve.plan import RunnerLimits
 from jaxserve.server.joining import CallRegistry
@@ -72,6 +73,15 @@ class Model:
     constraints: Constraints
 
 
+def _read_template(path: str) -> str | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {path}: {error}") from None
+
+
 class Service:
     """One server's model and state. Lives on the event loop's thread.
 
@@ -81,11 +91,12 @@ class Service:
         load_error: why loading failed, or None.
 
     Raises:
-        ConfigError: the API keys cannot be read, or there is no such format of calls or reasoning.
+        ConfigError: the API keys or the chat template cannot be read, or there is no such format of calls or reasoning.
     """
 
     def __init__(self, config: HttpConfig) -> None:
-        choose_dialect(None, tool_format=config.tool_format, reasoning_format=config.reasoning_format)
+        self._chat_template = _read_template(config.chat_template)
+        choose_dialect(self._chat_template, tool_format=config.tool_format, reasoning_format=config.reasoning_format)
         self.config = config
         self.metrics = Metrics()
         self.keys = load_keys(config)
@@ -98,12 +109,10 @@ class Service:
         """Wait for the model, and start its engine. A failure is kept in `load_error`."""
         try:
             parts = await loading
+            tokenizer = self._for_chat(parts.tokenizer)
         except Exception as error:
             self.load_error = error
             return
-        tokenizer = parts.tokenizer.with_formats(
-            tool_format=self.config.tool_format, reasoning_format=self.config.reasoning_format
-        )
         logger.info("%s", tokenizer.dialect)
         admission = Admission(
             parts.limits,
@@ -122,13 +131,21 @@ class Service:
             max_output_tokens=self.config.max_output_tokens,
             max_seconds=self.config.request_timeout,
         )
-        rules = ChatRules(
-            special_tokens_in_messages=self.config.special_tokens_in_messages,
-            trust_request_chat_template=self.config.trust_request_chat_template,
-        )
         constraints = Constraints(tokenizer, parts.limits.vocab_size, parts.core.eos_token_ids)
-        self._model = Model(parts.model_name, tokenizer.with_rules(rules), engine, terms, int(now()), constraints)
+        self._model = Model(parts.model_name, tokenizer, engine, terms, int(now()), constraints)
         logger.info("ready: serving %s", parts.model_name)
+
+    def _for_chat(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer under this server's settings."""
+        config = self.config
+        if self._chat_template is not None:
+            tokenizer = tokenizer.with_template(self._chat_template)
+        rules = ChatRules(
+            special_tokens_in_messages=config.special_tokens_in_messages,
+            trust_request_chat_template=config.trust_request_chat_template,
+        )
+        formats = {"tool_format": config.tool_format, "reasoning_format": config.reasoning_format}
+        return tokenizer.with_formats(**formats).with_rules(rules)
 
     @property
     def state(self) -> State:

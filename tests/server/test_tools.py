@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
 from jaxserve.config import HttpConfig
+from jaxserve.engine.chat import ChatTemplate
 from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.tools.dialect import choose_dialect
+from jaxserve.errors import ConfigError
+from jaxserve.server.messages import read_messages
+from jaxserve.server.schema.chat import ChatRequest
+from jaxserve.server.schema.decoding import decode
+from jaxserve.server.service import Service
+from jaxserve.server.wire import ChatShape
 from tests.engine import tiny_tokenizers as tiny
 from tests.engine.engines import LIMITS, FakeEngine, fake_engine
+from tests.engine.tools.reading import read, tool_reading
+from tests.engine.tools.test_parsers import write_calls
 from tests.server.serving import MODEL, Serving, scripted, serving
 
 TOOL_TEMPLATE = (
@@ -318,3 +329,75 @@ async def test_tools_that_the_model_would_not_see_or_could_not_call_are_refused(
         status, answer = await server.post("/v1/chat/completions", BODY)
         assert (status, answer["error"]["param"]) == (400, "tools")
         assert "--tool-format" in answer["error"]["message"]
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+SMOLLM2 = Path(__file__).resolve().parents[2] / "configs" / "templates" / "smollm2-tools.jinja"
+
+
+async def test_a_server_may_have_a_chat_template_of_its_own() -> None:
+    config = HttpConfig(port=0, chat_template=str(SMOLLM2))
+    async with serving(anything(), config=config) as server:
+        calls = (await ask(server, tool_choice=GET_WEATHER, tools=TOOLS[:1]))["choices"][0]["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["get_weather"]
+    with pytest.raises(ConfigError, match=r"chat_template nowhere: .*No such file"):
+        Service(HttpConfig(chat_template="nowhere"))
+
+
+def test_the_template_for_the_demo_model() -> None:
+    template = ChatTemplate(SMOLLM2.read_text())
+    assert str(choose_dialect(SMOLLM2.read_text())) == "tool calls: hermes; reasoning: none"
+    read = read_messages(decode({**BODY, "messages": [USER, CALLED, RESULT]}, ChatRequest).messages)
+    assert template.render(read, tools=TOOLS[1:]) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n\n"
+        "You may call functions, which are described here:\n<tools>\n"
+        '{"type": "function", "function": {"name": "now"}}\n</tools>\n\n'
+        "To call one, write its name and arguments as a JSON object between tags:\n<tool_call>\n"
+        '{"name": <function name>, "arguments": <object of arguments>}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\nhi<|im_end|>\n"
+        f"<|im_start|>assistant\n{CALL}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    system = {"role": "system", "content": "Be brief."}
+    assert template.render([system, USER], add_generation_prompt=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    )
+
+
+SPEAK_TOOLS = {
+    "Mistral-Small-3.2-24B-Instruct-2506": "mistral-args",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": "hermes",
+    "Qwen-Qwen2.5-7B-Instruct": "hermes",
+    "Qwen-Qwen3-0.6B": "hermes",
+    "meta-llama-Llama-3.1-8B-Instruct": "llama3",
+    "meta-llama-Llama-3.2-3B-Instruct": "llama3",
+    "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+}
+
+
+@pytest.mark.parametrize("path", sorted(SPEAK_TOOLS))
+def test_what_a_model_wrote_is_shown_to_it_as_it_wrote_it(shared: Path, path: str) -> None:
+    """A call as its own form has it, read, given back by the client, and rendered by templates in the wild: the same call."""
+    template = ChatTemplate(
+        (shared / "data" / "chat-templates" / f"{path}.jinja").read_text(), bos_token="<s>", eos_token="</s>"
+    )
+    assert template.shows_tools
+    assert template.shows_calls
+    name = SPEAK_TOOLS[path]
+    written = write_calls(name, [("get_weather", json.loads(ARGUMENTS))])
+    message = ChatShape(HERMES).message(read(tool_reading(name), written))["message"]
+    call_id = message["tool_calls"][0]["id"]
+    messages = [USER, message | {"refusal": None}, {**RESULT, "tool_call_id": call_id}]
+    body = decode({**BODY, "messages": messages}, ChatRequest)
+    rendered = template.render(read_messages(body.messages), tools=TOOLS[:1])
+    # Some templates say which id a call has, which models do not.
+    assert written in rendered.replace(f', "id": "{call_id}"', "").replace(f"[CALL_ID]{call_id}", "")
+    assert "rain" in rendered
+
+
+@pytest.mark.parametrize("path", ["HuggingFaceTB-SmolLM3-3B", "google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct"])
+def test_templates_in_the_wild_that_drop_tools_are_known(shared: Path, path: str) -> None:
+    template = ChatTemplate((shared / "data" / "chat-templates" / f"{path}.jinja").read_text())
+    assert not template.shows_tools
+    assert not template.shows_calls
