@@ -16,6 +16,7 @@ from jaxserve.server.call import Call
 from jaxserve.server.openai import parse_chat
 from jaxserve.server.schema import anthropic as schema
 from jaxserve.server.schema.decoding import check_depth, decode
+from jaxserve.server.wording import Wording
 
 Json = dict[str, Any]
 
@@ -33,11 +34,14 @@ NAMES = {
     "stop": "stop_sequences",
     "user": "metadata.user_id",
     "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
+    ".function.parameters": ".input_schema",
+    ".function": "",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "chat_template_kwargs": "thinking",
 }
-"""Fields of a chat completion, and what the caller calls them."""
+"""Names of fields of a chat completion that are called otherwise here."""
 
 
 def parse_messages(
@@ -78,9 +82,11 @@ def _parse(
         "chat_template_kwargs": _thinking_variables(body, tokenizer),
     }
     try:
-        return parse_chat(chat, tokenizer, model=model, max_context=max_context, call_id=call_id)
+        call = parse_chat(chat, tokenizer, model=model, max_context=max_context, call_id=call_id)
     except InvalidRequest as error:
-        raise messages.in_their_words(error) from None
+        messages.wording.translate(error)
+        raise
+    return messages.wording.of_call(call)
 
 
 class _Messages:
@@ -105,27 +111,17 @@ class _Messages:
     def fields(self) -> Json:
         """As fields of a body. An answer that has begun is gone on with."""
         goes_on = {"continue_final_message": True, "add_generation_prompt": False} if self._goes_on else {}
-        return {"messages": [message | {"content": _simplest(message["content"])} for message in self._messages], **goes_on}
+        return {"messages": [message | {"content": _simplest(message)} for message in self._messages], **goes_on}
 
-    def in_their_words(self, error: InvalidRequest) -> InvalidRequest:
-        """The same error, about the field that the caller sent."""
-        param = error.param or ""
-        for i, source in enumerate(self._sources):
-            if param == f"messages[{i}]" or param.startswith((f"messages[{i}].", f"messages[{i}][")):
-                theirs = source + param.removeprefix(f"messages[{i}]")
-                break
-        else:
-            name, dot, rest = param.partition(".")
-            theirs = NAMES.get(name, name) + (dot + rest if name not in NAMES else "")
-        if param and theirs != param:
-            error.args = (str(error).replace(param, theirs, 1),)
-            error.param = theirs
-        return error
+    @property
+    def wording(self) -> Wording:
+        """For errors about the chat completion that it became."""
+        return Wording(NAMES, self._sources, texts=("system",))
 
     def _add(self, role: str, parts: list[Json], source: str, **fields: Any) -> None:
         """Add a message, or to the last one if that is of the same role, since turns of one role count as one."""
         last = self._messages[-1] if self._messages else {}
-        if last.get("role") == role and role != "tool" and not fields and not last.get("tool_calls"):
+        if last.get("role") == role and role != "tool" and not fields and last.keys() <= {"role", "content"}:
             last["content"] += parts
             return
         self._messages.append({"role": role, "content": parts, **fields})
@@ -151,8 +147,11 @@ class _Messages:
                 check_depth(f"{source}.content[{i}].input", block.input)
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 calls.append({"id": block.id, "type": "function", "function": function})
-        # What it thought in earlier turns is no part of the conversation, in this API as in templates.
-        self._add("assistant", _parts(blocks), source, **({"tool_calls": calls} if calls else {}))
+        fields: Json = {"tool_calls": calls} if calls else {}
+        thoughts = "".join(block.thinking for block in blocks if isinstance(block, schema.ThinkingBlock))
+        if thoughts:
+            fields["reasoning_content"] = thoughts
+        self._add("assistant", _parts(blocks), source, **fields)
 
 
 def _blocks(content: str | Iterable[Any]) -> list[Any]:
@@ -163,10 +162,11 @@ def _parts(blocks: Iterable[Any]) -> list[Json]:
     return [{"type": "text", "text": block.text} for block in blocks if isinstance(block, schema.Text)]
 
 
-def _simplest(parts: list[Json]) -> str | list[Json]:
-    """Content as every template reads it, where there is but one part."""
+def _simplest(message: Json) -> str | list[Json] | None:
+    """Content as every template reads it, where there is but one part or none."""
+    parts: list[Json] = message["content"]
     if not parts:
-        return ""
+        return None if "tool_calls" in message else ""
     return str(parts[0]["text"]) if len(parts) == 1 else parts
 
 

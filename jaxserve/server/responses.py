@@ -6,7 +6,6 @@ Pure. Owns how items become messages, and that errors name the fields that the c
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -19,22 +18,18 @@ from jaxserve.server.openai import Data, parse_chat
 from jaxserve.server.schema import responses as schema
 from jaxserve.server.schema.decoding import decode, decode_part, invalid
 from jaxserve.server.schema.responses import ResponsesRequest
+from jaxserve.server.wording import Wording
 
-RENAMED = {
+NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "verbosity": "text.verbosity",
+    ".function": "",
 }
-"""Fields of a chat completion that are called otherwise here, longer names first."""
-
-_FIELD = re.compile(
-    r"\bmessages\[(?P<message>\d+)\](?P<content>\.content)?|^messages\b|\.function\b|\b(?:"
-    + "|".join(map(re.escape, RENAMED))
-    + r")\b"
-)
+"""Names of fields of a chat completion that are called otherwise here."""
 
 
 def parse_responses(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str) -> Call:
@@ -53,13 +48,14 @@ def parse_responses(data: Data, tokenizer: Tokenizer, *, model: str, max_context
     else:
         for i, value in enumerate(body.input):
             conversation.add(f"input[{i}]", value)
+    wording = Wording(NAMES, conversation.origins, texts=("input", "instructions"))
     try:
         chat = _chat_body(body, conversation.messages)
         call = parse_chat(chat, tokenizer, model=model, max_context=max_context, call_id=call_id)
     except InvalidRequest as error:
-        _rename(error, conversation.origins)
+        wording.translate(error)
         raise
-    return replace(call, echo=_echo(body))
+    return replace(wording.of_call(call), echo=_echo(body))
 
 
 def _chat_body(body: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -142,20 +138,6 @@ class _Conversation:
 
 def _text_of(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def _rename(error: InvalidRequest, origins: list[str]) -> None:
-    """Have `error` speak of the fields that the caller knows."""
-
-    def field_of(match: re.Match[str]) -> str:
-        if (index := match["message"]) is None:
-            return RENAMED.get(match[0], "")
-        origin = origins[int(index)]
-        # What is said in a string has no field of its own for the content.
-        return origin if match["content"] is None or origin in ("input", "instructions") else f"{origin}.content"
-
-    error.args = (_FIELD.sub(field_of, str(error)),)
-    error.param = error.param and _FIELD.sub(field_of, error.param)
 
 
 def _echo(body: ResponsesRequest) -> dict[str, Any]:

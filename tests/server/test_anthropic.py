@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 
@@ -27,6 +28,7 @@ from jaxserve.server.schema.anthropic_answers import MessageEvent
 from jaxserve.server.schema.body import limited_fields
 from tests.engine import tiny_tokenizers as tiny
 from tests.server.serving import BYTE_LEVEL, MODEL, Serving, says, serving
+from tests.server.test_tools import CALL, HERMES, TOOLS, USER, WEATHER, answering, anything
 
 HELLO = [{"role": "user", "content": "hello"}]
 SHOWS_ALL = (
@@ -301,6 +303,98 @@ async def test_thoughts_are_a_block_of_their_own() -> None:
         _, whole = await server.post("/v1/messages", {"model": MODEL, "messages": HELLO, "max_tokens": 90})
         assert whole["content"] == expected
         assert replay(await events(server, max_tokens=90))["content"] == expected
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+ANTHROPIC_TOOLS = [
+    {
+        "name": tool["function"]["name"],
+        "description": tool["function"].get("description"),
+        "input_schema": tool["function"].get("parameters", {"type": "object"}),
+    }
+    for tool in TOOLS[:1]
+]
+
+
+def with_tools(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [USER], "tools": ANTHROPIC_TOOLS, "max_tokens": 200, "temperature": 0, **fields}
+
+
+async def test_calls_are_blocks() -> None:
+    async with serving(answering(f"Let me see.\n{CALL}", tools=TOOLS[:1]), tokenizer=HERMES) as server:
+        _, whole = await server.post("/v1/messages", with_tools())
+        streamed = replay(await events(server, **with_tools()))
+    for message in (whole, streamed):
+        said, call = message["content"]
+        assert said == {"type": "text", "text": "Let me see."}
+        assert (call["type"], call["name"], call["input"]) == ("tool_use", "get_weather", {"city": "Paris", "days": 3})
+        assert message["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}], ids=["any", "tool"])
+async def test_a_call_that_must_be_made_is_made(choice: dict[str, Any]) -> None:
+    async with serving(anything(), tokenizer=HERMES) as server:
+        body = with_tools(tool_choice={**choice, "disable_parallel_tool_use": True}, temperature=1, max_tokens=400)
+        for message in ((await server.post("/v1/messages", body))[1], replay(await events(server, **body))):
+            (call,) = message["content"]
+            assert (call["type"], call["name"]) == ("tool_use", "get_weather")
+            jsonschema.validate(call["input"], WEATHER["parameters"])
+            assert message["stop_reason"] == "tool_use"
+
+
+def test_calls_and_results_are_those_of_chat() -> None:
+    turns = [
+        USER,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                *text("Let me see."),
+                {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {"city": "Paris", "days": 3}},
+                {"type": "tool_use", "id": "call_2", "name": "get_weather", "input": {"city": "Rome", "days": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "call_1", "content": "sun"},
+                {"type": "tool_result", "tool_use_id": "call_2", "content": text("rain")},
+            ],
+        },
+    ]
+    calls = [
+        {"id": f"call_{i}", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps(arguments)}}
+        for i, arguments in ((1, {"city": "Paris", "days": 3}), (2, {"city": "Rome", "days": 1}))
+    ]
+    messages = [
+        USER,
+        {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "rain"},
+    ]
+    assert parse(HERMES, messages=turns, tools=ANTHROPIC_TOOLS) == chat(messages, HERMES, tools=TOOLS[:1])
+    nothing_said = [USER, {"role": "assistant", "content": turns[1]["content"][2:3]}, USER]
+    same = [USER, {"role": "assistant", "content": None, "tool_calls": calls[:1]}, USER]
+    assert parse(HERMES, messages=nothing_said, tools=ANTHROPIC_TOOLS) == chat(same, HERMES, tools=TOOLS[:1])
+
+
+async def test_a_schema_that_cannot_be_is_named_as_it_was_sent() -> None:
+    wrong = {"name": "f", "input_schema": {"type": "object", "properties": {"x": {"type": "not-a-type"}}}}
+    async with serving(anything(), tokenizer=HERMES) as server:
+        for fields, param in (
+            ({"tools": [wrong], "tool_choice": {"type": "any"}}, "tools"),
+            ({"tools": [], "output_config": {"format": {"type": "json_schema", "schema": {"type": "egg"}}}}, "output_config"),
+            ({"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
+        ):
+            status, answer = await server.post("/v1/messages", with_tools(**fields))
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert answer["error"]["param"].startswith(param)
+            assert param in answer["error"]["message"]
+            assert "function" not in answer["error"]["param"]
+
+
+# --- counting, and errors ---------------------------------------------------------------------------------------------
 
 
 async def test_tokens_are_counted() -> None:

@@ -8,8 +8,7 @@ from msgspec import Meta
 
 from jaxserve.server.schema.body import Body, Refused, noun, only
 from jaxserve.server.schema.common import MAX_SALT_CHARACTERS, MAX_STOPS, Count, Priority, Seed, StopString, Timeout
-
-MAX_TOOLS = 128
+from jaxserve.server.schema.tools import MAX_TOOLS, FunctionName
 
 
 class CacheControl(Body, frozen=True, kw_only=True):
@@ -47,7 +46,7 @@ class ToolUseBlock(Block, tag="tool_use", frozen=True, kw_only=True):
     """A call that the model made."""
 
     id: Annotated[str, Meta(min_length=1)]
-    name: Annotated[str, Meta(min_length=1)]
+    name: FunctionName
     input: dict[str, Any]
     caller: Any = None
 
@@ -88,7 +87,7 @@ class SystemTurn(Body, tag_field="role", tag="system", frozen=True, kw_only=True
 class Tool(Body, frozen=True, kw_only=True):
     """A function that the model may call."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    name: FunctionName
     input_schema: Annotated[dict[str, Any], Meta(description="The JSON Schema of its arguments.")]
     description: str | None = None
     type: Literal["custom"] | None = None
