@@ -36,8 +36,18 @@ def _words(numbers: str) -> str:
     )
 
 
+def _cased_words(contractions: str, numbers: str) -> str:
+    """The expression that GPT-4o, Llama 4 and Mistral's Tekken share: words also end where capitals begin."""
+    upper, lower = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+    before = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{before}[{upper}]*[{lower}]+{contractions}|{before}[{upper}]+[{lower}]*{contractions}"
+    return words + "|" + numbers + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 GPT2 = _byte_level(split=True)
 LLAMA3 = _after_split(_words(r"\p{N}{1,3}"))
+TEKKEN = _after_split(_cased_words("", r"\p{N}"))
+GPT4O = _after_split(_cased_words(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"))
 QWEN2 = _after_split(_words(r"\p{N}"))
 DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2]}
 
@@ -48,6 +58,9 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
+    "tekken": TEKKEN,
+    "gpt-4o": GPT4O,
+    "llama4": GPT4O,
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
     "smollm": DIGITS,
@@ -56,8 +69,8 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 }
 NFC = {"qwen2", "deepseek-r1-qwen"}
 # Vocabularies made from tiktoken ranks: a piece that is a token is one, whether or not merges lead to it.
-IGNORE_MERGES = {"llama-bpe", "llama3", "llama-v3"}
-ADD_BOS = IGNORE_MERGES
+IGNORE_MERGES = {"llama-bpe", "llama3", "llama-v3", "llama4", "gpt-4o", "tekken"}
+ADD_BOS = IGNORE_MERGES - {"gpt-4o"}
 
 
 def tokenizer_from_metadata(metadata: GgufMetadata) -> TokenizerFiles | None:

@@ -87,13 +87,15 @@ def built(**changes: Any) -> Tokenizer:
     return Tokenizer.from_str(files.tokenizer_json)
 
 
-# What the published tokenizers of GPT-2, SmolLM, Llama 3 and Qwen 2 make of a text that tells them apart.
-MIXED = "I'LL pay 12345 for it's\n\n  x²!!\n½"
+# What the tokenizers of GPT-2, SmolLM, Llama 3, Qwen 2, Mistral Nemo and Llama 4 make of a text that tells them apart.
+MIXED = "I'LL pay 12345 for it's\n\n  x²!!\n½ aB"
 SPLITS = {
-    "gpt-2": ["I", "'", "LL", " pay", " 12345", " for", " it", "'s", "\n\n ", " x", "²", "!!", "\n", "½"],
-    "smollm": ["I", "'", "LL", " pay", " ", *"12345", " for", " it", "'s", "\n\n ", " x", "²", "!!", "\n", "½"],
-    "llama-bpe": ["I", "'LL", " pay", " ", "123", "45", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½"],
-    "qwen2": ["I", "'LL", " pay", " ", *"12345", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½"],
+    "gpt-2": ["I", "'", "LL", " pay", " 12345", " for", " it", "'s", "\n\n ", " x", "²", "!!", "\n", "½", " aB"],
+    "smollm": ["I", "'", "LL", " pay", " ", *"12345", " for", " it", "'s", "\n\n ", " x", "²", "!!", "\n", "½", " aB"],
+    "llama-bpe": ["I", "'LL", " pay", " ", "123", "45", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½", " aB"],
+    "qwen2": ["I", "'LL", " pay", " ", *"12345", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½", " aB"],
+    "tekken": ["I", "'LL", " pay", " ", *"12345", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½", " a", "B"],
+    "llama4": ["I'LL", " pay", " ", "123", "45", " for", " it's", "\n\n", " ", " x", "²", "!!\n", "½", " a", "B"],
 }
 
 
@@ -104,7 +106,13 @@ def test_each_pre_tokeniser_splits_as_its_model_does(pre: str) -> None:
 
 
 def test_aliases_share_a_pre_tokeniser() -> None:
-    same = [("gpt-2", "phi-2"), ("llama-bpe", "llama3"), ("llama-bpe", "llama-v3"), ("smollm", "starcoder")]
+    same = [
+        ("gpt-2", "phi-2"),
+        ("llama-bpe", "llama3"),
+        ("llama-bpe", "llama-v3"),
+        ("smollm", "starcoder"),
+        ("gpt-4o", "llama4"),
+    ]
     assert all(PRE_TOKENIZERS[a] is PRE_TOKENIZERS[b] for a, b in same)
 
 
@@ -203,7 +211,7 @@ def test_a_file_without_tokenizer_has_none() -> None:
     [
         ({"model": "bert"}, r"tokenizer\.ggml\.model must be one of those supported: gpt2, llama, found 'bert'"),
         ({"model": "llama"}, r"tokenizer\.ggml\.scores is missing"),
-        ({"pre": "tekken"}, r"tokenizer\.ggml\.pre must be one of those supported: .*smollm.* found 'tekken'"),
+        ({"pre": "viking"}, r"tokenizer\.ggml\.pre must be one of those supported: .*smollm.* found 'viking'"),
         ({"pre": None}, r"tokenizer\.ggml\.pre is missing"),
         ({"tokens": 3}, r"tokenizer\.ggml\.tokens must be a list of strings, found 3"),
         ({"merges": None}, r"tokenizer\.ggml\.merges is missing"),
