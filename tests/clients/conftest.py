@@ -35,7 +35,8 @@ def specification(shared: Path) -> Specification:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server with the demo model, without `/v1`."""
     log = tmp_path_factory.mktemp("server") / "log"
-    with running(log, "jaxserve", "serve", "--model", MODEL, "--port", "0", "--api-key", KEY) as url:
+    flags = ["--port", "0", "--api-key", KEY, "--chat-template", "configs/templates/smollm2-tools.jinja"]
+    with running(log, "jaxserve", "serve", "--model", MODEL, *flags) as url:
         yield url
 
 
