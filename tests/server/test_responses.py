@@ -26,6 +26,7 @@ from jaxserve.server.wire import ChatShape
 from tests.engine import tiny_tokenizers as tiny
 from tests.server.serving import MODEL, says, serving
 from tests.server.test_fields import SAMPLING, reference_fields
+from tests.server.test_tools import ARGUMENTS, CALLS, HERMES, TOOLS, answering
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 TOKENIZER = tiny.byte_level()
@@ -299,3 +300,74 @@ async def test_answers_are_input_again() -> None:
             )
         ]
         assert again.usage.input_tokens == len(asked[0])
+
+
+# --- calls, reasoning and forms of text -------------------------------------------------------------------------------
+
+FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+async def test_calls_are_items() -> None:
+    async with serving(answering(CALLS), tokenizer=HERMES) as server:
+        asked: dict[str, Any] = {"model": MODEL, "input": "hi", "tools": FLAT_TOOLS, "temperature": 0}
+        whole = await server.client.responses.create(**asked)
+        async with server.http.post(f"{server.url}/v1/responses", json={**asked, "stream": True}) as response:
+            events = [json.loads(line[6:]) for line in (await response.text()).splitlines() if line.startswith("data: ")]
+    assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
+    message, first, second = whole.to_dict()["output"]
+    assert message["content"][0]["text"] == "Let me see."
+    assert (first["name"], first["arguments"], second["name"]) == ("get_weather", ARGUMENTS, "now")
+    assert whole.status == "completed"
+    keys = ("type", "name", "arguments", "status")
+    assert [[item.get(key) for key in keys] for item in fold(events)] == [
+        [item.get(key) for key in keys] for item in whole.to_dict()["output"]
+    ]
+    assert [tool.name for tool in whole.tools] == ["get_weather", "now"]
+
+
+def test_calls_and_what_they_gave_are_input() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "now", "arguments": "{}"}
+    other = {**call, "call_id": "c2", "id": "fc_1", "status": "completed"}
+    given = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
+    items = [{"role": "user", "content": "hi"}, call, other, given, {**given, "call_id": "c2"}]
+    body = json.dumps({"model": "m", "input": items, "tools": FLAT_TOOLS, "parallel_tool_calls": False}).encode()
+    calls = [{"id": c, "type": "function", "function": {"name": "now", "arguments": "{}"}} for c in ("c1", "c2")]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+        {"role": "tool", "tool_call_id": "c2", "content": "noon"},
+    ]
+    same = parse_chat({"model": "m", "messages": messages, "tools": TOOLS, "parallel_tool_calls": False}, HERMES, **WHERE)
+    assert [request.prompt for request in parse_responses(body, HERMES, **WHERE).requests] == [
+        request.prompt for request in same.requests
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "not-a-type"}}]}, "tools"),
+        ({"tools": FLAT_TOOLS, "tool_choice": {"type": "function", "name": "none"}}, "tool_choice.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_what_chat_refuses_has_the_callers_own_names_too(fields: dict[str, Any], param: str) -> None:
+    body = json.dumps({"model": "m", "input": "hi", "tool_choice": "required", **fields}).encode()
+    with pytest.raises(InvalidRequest) as caught:
+        parse_responses(body, HERMES, **WHERE)
+    assert caught.value.param == param
+
+
+async def test_a_form_of_text_is_kept_to_or_refused_by_its_own_name() -> None:
+    async with serving() as server:
+        body = {"model": MODEL, "input": "hi", "max_output_tokens": 60}
+        for schema, status in (({"enum": ["yes", "no"]}, 200), ({"type": "not-a-type"}, 400)):
+            text = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+            found, answer = await server.post("/v1/responses", {**body, "text": text})
+            assert found == status
+            if status == 200:
+                assert json.loads(answer["output"][0]["content"][0]["text"]) in ("yes", "no")
+            else:
+                assert answer["error"]["param"] == "text.format.schema"
