@@ -281,6 +281,8 @@ class BatchRun:
         name = result_id(self.record.batch_id, line.number)
         result = answered(name, custom_id, name.replace("batch_req_", "req_"), status, body)
         await self._on_disk(journal.append, line.number, result, failed=status != 200)
+        outcome = "ok" if status == 200 else "error"
+        self._place.service.metrics.batch_lines.labels(self.record.owner, outcome).inc()
 
     async def _answer(self, line: LineToDo, caller: Caller) -> tuple[int, dict[str, Any]]:
         """What the endpoint says to a line: status and body."""

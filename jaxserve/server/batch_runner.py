@@ -57,6 +57,7 @@ class BatchRunner:
         self._runs: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        service.metrics.batches.set_function(lambda: len(self._runs))
 
     def start(self, model: Model) -> None:
         """Work on all batches that have not ended, now that there is a model."""

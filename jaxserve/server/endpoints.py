@@ -26,7 +26,7 @@ from jaxserve.server.form import MakeForm
 from jaxserve.server.generation import Generation
 from jaxserve.server.joining import Begun
 from jaxserve.server.keys import Caller
-from jaxserve.server.metrics import TokenClock
+from jaxserve.server.metrics import TokenCounter
 from jaxserve.server.openai import parse_chat, parse_completion
 from jaxserve.server.openai_form import form_of
 from jaxserve.server.responses import parse_responses
@@ -94,7 +94,7 @@ async def understand[T](data: bytes, parse: Callable[[], T]) -> T:
 
 
 @contextmanager
-def generating(call: Call, service: Service, model: Model, clock: TokenClock) -> Iterator[Begun]:
+def generating(call: Call, service: Service, model: Model, clock: TokenCounter) -> Iterator[Begun]:
     """Have the engine work on `call`, until it is done or nobody wants it any more."""
     with model.engine.open(*call.requests) as stream:
         clock.admit(call.num_prompt_tokens)
@@ -111,12 +111,10 @@ async def answer_body(data: bytes, endpoint: Endpoint, caller: Caller, service: 
         JaxserveError: what is wrong with it, or with the server.
     """
     model = service.require_model()
-    clock = TokenClock(service.metrics, caller.label)
+    clock = TokenCounter(service.metrics, caller.label)
     call = await read_call(data, endpoint, model)
     if call.stream:
         raise InvalidRequest("stream must be false where there is no connection to stream to", param="stream")
     call = grant(call, caller, replace(model.terms, max_seconds=0.0), now=clock.arrived)
     with generating(call, service, model, clock) as begun:
-        body = await endpoint.form(model.tokenizer, model.name).whole(begun)
-    clock.finish()
-    return body
+        return await endpoint.form(model.tokenizer, model.name).whole(begun)

@@ -55,7 +55,7 @@ class _Form:
 
     Attributes:
         fields: by name, but for the file.
-        upload: the file's content, on disk.
+        upload: the file's content, on disk, until it is handed over.
     """
 
     fields: dict[str, str] = field(default_factory=dict)
@@ -91,8 +91,9 @@ async def _commit(form: _Form, files: FileStore, owner: str) -> FileRecord:
     if form.upload is None:
         raise InvalidRequest("file must be a file, found nothing", param="file")
     seconds = _seconds_to_live(form.fields)
+    upload, form.upload = form.upload, None
     commit = asyncio.to_thread(
-        files.commit, form.upload, owner=owner, filename=form.filename, purpose=purpose, seconds_to_live=seconds
+        files.commit, upload, owner=owner, filename=form.filename, purpose=purpose, seconds_to_live=seconds
     )
     # To its end, also if the client leaves: it is a file, or it is not.
     return await asyncio.shield(commit)

@@ -11,13 +11,13 @@ from jaxserve.engine.token_stream import TokenStream
 from jaxserve.request import TokenEvent
 from jaxserve.server.call import Call
 from jaxserve.server.echo import HeldEvents, PromptLogprobs, ShownPrompts
-from jaxserve.server.metrics import Metrics, TokenClock
+from jaxserve.server.metrics import Metrics, TokenCounter
 
 
 class Generation:
     """Reads a call's stream as deltas of its choices."""
 
-    def __init__(self, call: Call, stream: TokenStream, tokenizer: Tokenizer, clock: TokenClock, metrics: Metrics) -> None:
+    def __init__(self, call: Call, stream: TokenStream, tokenizer: Tokenizer, clock: TokenCounter, metrics: Metrics) -> None:
         self._stream = stream
         self._clock = clock
         self._metrics = metrics

@@ -58,6 +58,13 @@ class Metrics:
         self.finished = Counter(
             "jaxserve_choices", "Choices that ended, by finish reason.", ["reason"], registry=self._registry
         )
+        self.batch_lines = Counter(
+            "jaxserve_batch_lines",
+            "Lines of batches that have a result, by the label of their API key: ok, or error.",
+            ["tenant", "outcome"],
+            registry=self._registry,
+        )
+        self.batches = Gauge("jaxserve_open_batches", "Batches that have not ended.", registry=self._registry)
         self.joined = self._counter(
             "jaxserve_joined_requests", "HTTP requests that joined one that ran, by a key they gave it."
         )
@@ -158,8 +165,8 @@ class _EngineCollector(Collector):
         return iter(())
 
 
-class TokenClock:
-    """Times and counts the tokens of one HTTP request of a tenant.
+class TokenCounter:
+    """Counts the tokens of one request of a tenant, for whom nobody waits.
 
     Attributes:
         arrived: when it came, by `time.monotonic`.
@@ -170,7 +177,6 @@ class TokenClock:
         self._tenant = tenant
         self._output_tokens = metrics.tenant_tokens.labels(tenant, "output")
         self.arrived = time.monotonic()
-        self._last: dict[str, float] = {}
 
     def admit(self, num_prompt_tokens: int) -> None:
         """Take note that the engine has taken it on."""
@@ -179,6 +185,20 @@ class TokenClock:
 
     def observe(self, events: Iterable[TokenEvent]) -> None:
         """Take note of tokens that have just come."""
+        for event in events:
+            self._metrics.output_tokens.inc(len(event.tokens))
+            self._output_tokens.inc(len(event.tokens))
+
+
+class TokenClock(TokenCounter):
+    """Times them too, for one that someone waits for."""
+
+    def __init__(self, metrics: Metrics, tenant: str) -> None:
+        super().__init__(metrics, tenant)
+        self._last: dict[str, float] = {}
+
+    def observe(self, events: Iterable[TokenEvent]) -> None:
+        """Take note of tokens that have just come, and when."""
         now = time.monotonic()
         metrics = self._metrics
         for event in events:

@@ -34,9 +34,10 @@ def specification(shared: Path) -> Specification:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server with the demo model, without `/v1`."""
-    log = tmp_path_factory.mktemp("server") / "log"
+    folder = tmp_path_factory.mktemp("server")
     flags = ["--port", "0", "--api-key", KEY, "--chat-template", "configs/templates/smollm2-tools.jinja"]
-    with running(log, "jaxserve", "serve", "--model", MODEL, *flags) as url:
+    flags += ["--state-dir", str(folder / "state")]
+    with running(folder / "log", "jaxserve", "serve", "--model", MODEL, *flags) as url:
         yield url
 
 

@@ -23,7 +23,7 @@ NOT_CHECKED = (
 @pytest.fixture
 def fuzzed_server(tmp_path: Path) -> Iterator[str]:
     """The URL of a server with a fake model that takes no time, which must outlive the test."""
-    with running(tmp_path / "log", "tests.server.fake_server") as url:
+    with running(tmp_path / "log", "tests.server.fake_server", "--state-dir", str(tmp_path / "state")) as url:
         yield url
 
 

@@ -23,6 +23,7 @@ from tests.server.test_files import KEYS, form, small_disk
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -93,6 +94,12 @@ async def test_a_whole_life(tmp_path: Path) -> None:
         assert [found["body"]["error"]["param"] for found in told.values()] == ["top_p", "model", "stream", "priority"]
         assert len({found["id"] for found in answers + errors}) == 6
 
+        async with server.server.http.get(server.server.url + "/metrics") as response:
+            exported = await response.text()
+        assert 'jaxserve_batch_lines_total{outcome="ok",tenant=""} 2.0' in exported
+        assert 'jaxserve_batch_lines_total{outcome="error",tenant=""} 4.0' in exported
+        assert "jaxserve_output_tokens_total 25.0" in exported
+        assert "jaxserve_time_to_first_token_seconds_count 0.0" in exported, "nobody waits for a line"
         assert done.output_file_id is not None
         output = await server.client.files.retrieve(done.output_file_id)
         assert (output.purpose, output.filename, output.expires_at) == ("batch_output", f"{batch.id}_output.jsonl", None)
@@ -112,6 +119,7 @@ def without_ids(value: Any) -> Any:
     ("endpoint", "body"),
     [
         (COMPLETIONS, {"prompt": ["x", "y"], "n": 2, "seed": 4, "logprobs": 2, "stop": "z"}),
+        pytest.param(EMBEDDINGS, {"input": ["one", "two"]}, marks=pytest.mark.slow),
         pytest.param(RESPONSES, {"input": "hello", "max_output_tokens": 9, "seed": 7}, marks=pytest.mark.slow),
         (CHAT, {"messages": HELLO, "seed": 7, "logprobs": True, "top_logprobs": 3, "max_tokens": 9}),
     ],
@@ -125,7 +133,7 @@ async def test_a_line_is_answered_as_over_http(tmp_path: Path, endpoint: str, bo
         assert status == found["response"]["status_code"] == 200
         assert without_ids(found["response"]["body"]) == without_ids(direct)
         assert done.usage is not None
-        assert done.usage.output_tokens > 0
+        assert done.usage.input_tokens > 0
 
 
 def test_what_lines_may_be_for_is_what_the_document_says() -> None:

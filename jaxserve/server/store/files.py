@@ -108,14 +108,17 @@ class FileStore:
     def commit(
         self, upload: Upload, *, owner: str, filename: str, purpose: str, seconds_to_live: int | None = None
     ) -> FileRecord:
-        """Have what was uploaded be a file.
+        """Have what was uploaded be a file, or nothing.
 
         Raises:
             StorageFailed: it cannot be written.
         """
-        with storing("the file cannot be stored"):
-            num_bytes = upload.finish(self._folder / upload.file_id)
-            return self._add(upload.file_id, owner, filename, purpose, num_bytes, seconds_to_live)
+        try:
+            with storing("the file cannot be stored"):
+                num_bytes = upload.finish(self._folder / upload.file_id)
+                return self._add(upload.file_id, owner, filename, purpose, num_bytes, seconds_to_live)
+        finally:
+            upload.abort()
 
     def put(
         self,
@@ -249,7 +252,7 @@ class Upload:
         return self._num_bytes
 
     def abort(self) -> None:
-        """Forget it, unless it was committed. Safe to call again."""
+        """Forget it, unless it is a file by now. Safe to call again."""
         with self._lock:
             self._file.close()
             with suppress(OSError):
