@@ -14,7 +14,7 @@ from checkpoints.checkpoint import TokenizerFiles
 from checkpoints.gguf_metadata import GgufMetadata
 
 # Values of tokenizer.ggml.token_type.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # What SentencePiece writes for a space.
 SPACE = "\u2581"
 
