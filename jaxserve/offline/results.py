@@ -87,6 +87,12 @@ class Translator:
             raise InvalidRequest("timeout is for servers: nobody waits for the answers of a file", param="timeout")
         if not line.is_batch and len(call.requests) != 1:
             raise InvalidRequest("a line that is not in batch format has one prompt and one choice", param="n")
+        if not line.is_batch and call.reading is not None and call.reading.tools is not None:
+            raise InvalidRequest(
+                "tools are for lines in batch format, whose results have a place for calls: give the line custom_id, method, "
+                "url and body",
+                param="tools",
+            )
         for request in call.requests:
             validate(request, self._limits)
         call = replace(call, requests=constrain(call.requests, self._constraints))

@@ -64,10 +64,10 @@ def toy_engine(
     *,
     step_seconds: float = 0.0,
     max_seqs: int = 4,
-    chat_template: bool = True,
+    chat_template: bool | str = True,
     fail_on_submit: Collection[int] = (),
 ) -> ToyEngine:
-    tokenizer = byte_level() if chat_template else byte_level(None)
+    tokenizer = byte_level() if chat_template is True else byte_level(chat_template or None)
     limits = RunnerLimits(
         num_pages=64, page_size=4, max_seqs=max_seqs, max_step_tokens=32, max_context=128, vocab_size=tokenizer.vocab_size
     )

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from jaxserve.engine.output import OutputDelta
+from jaxserve.engine.tools.parts import CallArguments, CallBegin, Part, Reasoning, Text
 from jaxserve.errors import EngineError, KeyReused, QueueFull
 from jaxserve.request import FinishReason
 from jaxserve.server.joining import Begun, CallRegistry, Deltas
@@ -34,6 +35,7 @@ class Script:
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.num_output = self.num_cached = 0
+        self.num_reasoning = None
         self.num_begun = 0
         self.closed = False
         self._said: asyncio.Queue[Deltas | Exception] = asyncio.Queue()
@@ -102,6 +104,24 @@ async def test_each_reader_sees_all_of_it_whenever_it_came() -> None:
     assert script.num_begun == 2, "after its end the key is free"
     third.close()
     await settle()
+
+
+async def test_parts_of_an_answer_are_put_together_too() -> None:
+    registry, script = CallRegistry(), Script()
+    parts: list[Part] = [Reasoning("h"), Reasoning("m"), Text("a"), Text("b"), CallBegin(0, "i", "f"), CallArguments(0, "{")]
+    reader = registry.join(("", "k"), b"f", script.begin)
+    await reader.begun()
+    for part in parts:
+        script._said.put_nowait([(0, OutputDelta("x", (), None, parts=(part,)))])
+    script._said.put_nowait([(0, OutputDelta("", (), FinishReason.STOP, "END", ()))])
+    script._said.put_nowait([])
+    await settle()
+    late = registry.join(("", "k"), b"f", Script().begin)
+    ((_, delta),) = await reader.read()
+    assert delta.parts == (Reasoning("hm"), Text("ab"), CallBegin(0, "i", "f"), CallArguments(0, "{"))
+    assert (delta.text, delta.finish_reason, delta.stopped_by) == ("x" * 6, FinishReason.STOP, "END")
+    reader.close()
+    late.close()
 
 
 async def test_an_unread_answer_costs_what_its_text_does() -> None:
