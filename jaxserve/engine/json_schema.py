@@ -78,10 +78,13 @@ def _check(where: str, schema: Any) -> None:
     for name, advice in FOREIGN.items():
         if schema.get(name) not in (None, False):
             raise ValueError(f"{place}the keyword {name!r} is not supported; {advice}")
+    for name in _SCHEMA_MAPS:
+        if not isinstance(schema.get(name, {}), dict):
+            raise ValueError(f"{place}{name!r} must be an object, found {schema[name]!r:.60}")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise ValueError(f"{place}'required' must be an array of strings, found {required!r:.60}")
-    literals = (schema.get("const"), schema.get("enum"), required, list(schema.get("properties") or ()))
+    literals = (schema.get("const"), schema.get("enum"), required, list(schema.get("properties", ())))
     if any(_CONTROL.search(text) for literal in literals for text in _strings(literal)):
         raise ValueError(f"{place}a control character in a constant or in a property's name is not supported")
     _check_min_properties(place, schema, len(set(required)))

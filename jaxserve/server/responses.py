@@ -164,8 +164,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
-        "user": body.user,
-    }
+    } | ({} if body.user is None else {"user": body.user})
 
 
 def _echo_tool(tool: schema.FunctionTool) -> dict[str, Any]:

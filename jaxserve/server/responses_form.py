@@ -68,7 +68,6 @@ class _Response:
             "incomplete_details": None,
             "model": self._model_name,
             "output": list(self._items.done),
-            "usage": None,
         }
         return base | dict(self._begun.call.echo) | fields
 

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 
 import openai
+import pytest
 
 from tests.clients.servers import KEY, MODEL
 
@@ -62,3 +63,16 @@ def test_a_batch_that_is_wrong_or_cancelled(url: str) -> None:
         (failed,) = [found for found in client.batches.list() if found.status == "failed"]
         assert failed.errors is not None
         assert [(error.line, error.code) for error in failed.errors.data or []] == [(2, "duplicate_custom_id")]
+
+
+def test_errors_are_the_client_s_own(url: str) -> None:
+    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError):
+            client.batches.retrieve("batch_none")
+        with pytest.raises(openai.NotFoundError):
+            client.files.content("file-none")
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.batches.create(input_file_id="file-none", endpoint="/v1/completions", completion_window="24h")
+        assert unknown.value.param == "input_file_id"
+        with pytest.raises(openai.BadRequestError):
+            client.files.create(file=("x", b"x"), purpose="paint")  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ class Response(Answer, frozen=True, kw_only=True):
     incomplete_details: IncompleteDetails | None
     model: str
     output: list[AnswerMessageItem | AnswerReasoningItem | AnswerCallItem]
-    usage: ResponseUsage | None
+    usage: ResponseUsage | None = None
 
     background: bool
     instructions: str | None
@@ -122,7 +122,7 @@ class Response(Answer, frozen=True, kw_only=True):
     top_logprobs: int
     top_p: float
     truncation: str
-    user: str | None
+    user: str | None = None
 
 
 class ResponseEvent(Answer, forbid_unknown_fields=False, frozen=True, kw_only=True):
