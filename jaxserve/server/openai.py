@@ -15,11 +15,15 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.call import MAX_SEQUENCES, Call, check_may_fit, check_model, make_call, sampling_params
 from jaxserve.server.conversation import encode_conversation, open_variables, template_variables
 from jaxserve.server.schema.chat import ChatRequest
+from jaxserve.server.schema.common import GenerationRequest
 from jaxserve.server.schema.completions import CompletionRequest
 from jaxserve.server.schema.decoding import decode, invalid
 from jaxserve.server.tools import Offer, output_grammar, read_offer, require_format, require_shown
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_CONTEXTS_TO_CUT = 16
+"""How much longer than the context a prompt may be that is to be cut."""
+
 MAX_OPENING_TOKENS = 32
 """Tokens, from the end of a prompt, that a tag which opens reasoning can take with the white space after it."""
 
@@ -43,9 +47,23 @@ def parse_completion(data: Data, tokenizer: Tokenizer, *, model: str, max_contex
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
     add_special_tokens = body.add_special_tokens is not False
-    texts = encode_prompts("prompt", body.prompt, tokenizer, max_context, add_special_tokens=add_special_tokens)
-    prompts, echoed = [ids for _, ids in texts], [text for text, _ in texts] if body.echo else None
+    most = _most_to_encode(body, max_context)
+    texts = encode_prompts("prompt", body.prompt, tokenizer, most, add_special_tokens=add_special_tokens)
+    prompts = [_kept(body, ids) for _, ids in texts]
+    # What is left of a prompt is no longer the text that came, so its tokens are what is echoed.
+    came = [text if len(kept) == len(ids) else None for (text, ids), kept in zip(texts, prompts, strict=True)]
+    echoed = came if body.echo else None
     return make_call(body, prompts, params, call_id, num_candidates=_num_candidates(body), echoed=echoed)
+
+
+def _most_to_encode(body: GenerationRequest, max_context: int) -> int:
+    """Tokens of a prompt that are worth encoding: more than fit, where it is to be cut."""
+    return max_context if body.truncate_prompt_tokens is None else max_context * MAX_CONTEXTS_TO_CUT
+
+
+def _kept(body: GenerationRequest, prompt: list[int]) -> list[int]:
+    """The end of a prompt, as far as the body wants it."""
+    return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
 
 
 def _num_candidates(body: CompletionRequest) -> int | None:
@@ -75,8 +93,9 @@ def parse_chat(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int
         body.messages,
         tokenizer,
         variables,
-        check=lambda text: check_may_fit("messages", text, tokenizer, max_context),
+        check=lambda text: check_may_fit("messages", text, tokenizer, _most_to_encode(body, max_context)),
     )
+    prompt = _kept(body, prompt)
     reading = _reading(tokenizer, prompt, offer)
     grammar = output_grammar(params.grammar, offer, tokenizer, opened=reading is not None and reading.opened)
     params = replace(params, grammar=grammar)

@@ -211,6 +211,10 @@ def of_sampling(name: str, value: Any, expected: Any) -> Probe:
     )
 
 
+def kept_two(new: Seen, old: Seen) -> bool:
+    return len(old.requests[0].prompt) > 2 and new.requests[0].prompt == old.requests[0].prompt[-2:]
+
+
 LABEL = Probe("someone", lambda new, old: new.choices == old.choices)
 PROBES: dict[str, Probe | dict[str, Probe]] = {
     **{name: of_sampling(name, value, expected) for name, (value, expected) in SAMPLING.items()},
@@ -243,6 +247,10 @@ PROBES: dict[str, Probe | dict[str, Probe]] = {
     "parallel_tool_calls": Probe(
         False, lambda new, old: bool(new.requests[0].params.grammar) and not old.requests[0].params.grammar, {"tools": TOOLS}
     ),
+    "truncate_prompt_tokens": {
+        "completions": Probe(2, kept_two, {"prompt": "hello world!"}),
+        "chat": Probe(2, kept_two),
+    },
     "n": Probe(2, lambda new, old: [choice["index"] for choice in new.choices] == [0, 1]),
     "best_of": Probe(3, lambda new, old: (len(new.requests), len(new.choices)) == (3, 1)),
     "stream": Probe(True, lambda new, old: isinstance(new.answer, list) and not isinstance(old.answer, list)),

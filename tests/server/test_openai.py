@@ -108,6 +108,25 @@ def test_prompts(prompt: Any, expected: list[list[int]]) -> None:
     assert call.num_prompt_tokens == sum(map(len, expected))
 
 
+@BOTH
+def test_prompts_are_cut_to_their_ends(parse: Any) -> None:
+    whole = parse().requests[0].prompt
+    for kept in (1, 2, len(whole), len(whole) + 1):
+        assert parse(truncate_prompt_tokens=kept).requests[0].prompt == whole[-kept:]
+
+
+def test_a_prompt_that_was_cut_is_echoed_as_its_tokens() -> None:
+    call = completion(prompt=["hello world", "hello"], truncate_prompt_tokens=2, echo=True)
+    assert call.prompt_texts == (None, "hello")
+    assert call.num_prompt_tokens == 3
+    long = "hello world " * 1000
+    with pytest.raises(InvalidRequest, match="context"):
+        completion(prompt=long)
+    assert completion(prompt=long, truncate_prompt_tokens=9).num_prompt_tokens == 9
+    with pytest.raises(InvalidRequest, match="context"):
+        completion(prompt=long * 100, truncate_prompt_tokens=9)
+
+
 def test_choices_are_ordered_by_prompt_and_seeded_apart() -> None:
     call = completion(prompt=[[5], [6, 7]], n=3, seed=10)
     assert [r.prompt for r in call.requests] == [(5,)] * 3 + [(6, 7)] * 3

@@ -20,7 +20,7 @@ from jaxserve.request import (
     MAX_STOP_TOKEN_IDS,
     MIN_PRIORITY,
 )
-from jaxserve.server.schema.body import Body, Refused, noun, only
+from jaxserve.server.schema.body import Body, noun, only
 from jaxserve.server.schema.constraints import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
@@ -160,6 +160,7 @@ class GenerationRequest(AnyGenerationRequest, frozen=True, kw_only=True):
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Choices for each prompt; 1 if not given.")] | None = None
     stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: Annotated[Count, Meta(description="Keep so many tokens of a prompt, the last.")] | None = None
     response_format: Annotated[ResponseFormat, Meta(description="What the output has to be.")] | None = None
     prompt_logprobs: (
         Annotated[
@@ -174,5 +175,4 @@ class GenerationRequest(AnyGenerationRequest, frozen=True, kw_only=True):
     ) = None
 
     length_penalty: Annotated[Any, only(1)] = None
-    truncate_prompt_tokens: Refused = None
     use_beam_search: Annotated[Any, only(False)] = None
