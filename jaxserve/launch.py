@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import gc
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +35,7 @@ from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import RunnerLimits
 from jaxserve.server import app
 from jaxserve.server.service import ServerParts
+from jaxserve.server.store.folder import default_root
 from jaxserve.weights import check_params, find_kv_scales, load_params
 
 logger = logging.getLogger(__name__)
@@ -157,17 +157,10 @@ def serve(config: ServeConfig) -> int:
 
 
 def _with_state_dir(http: HttpConfig) -> HttpConfig:
-    """`http` with a folder for files and batches: where none is named, `$JAXSERVE_CACHE/state/port-N`, else
-    `jaxserve/port-N` in `$XDG_STATE_HOME` or in `~/.local/state`; none where that cannot be made, or the port is not known.
-    """
+    """`http` with a folder for files and batches; none where none is named and the usual one cannot be made."""
     if http.state_dir or not http.port:
         return http
-    if own := os.environ.get("JAXSERVE_CACHE"):
-        root = Path(own).expanduser() / "state"
-    else:
-        base = Path(os.environ.get("XDG_STATE_HOME", ""))
-        root = (base if base.is_absolute() else Path.home() / ".local" / "state") / "jaxserve"
-    path = root / f"port-{http.port}"
+    path = default_root(http.port)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

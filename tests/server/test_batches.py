@@ -118,7 +118,9 @@ def without_ids(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("endpoint", "body"),
     [
-        (COMPLETIONS, {"prompt": ["x", "y"], "n": 2, "seed": 4, "logprobs": 2, "stop": "z"}),
+        pytest.param(
+            COMPLETIONS, {"prompt": ["x", "y"], "n": 2, "seed": 4, "logprobs": 2, "stop": "z"}, marks=pytest.mark.slow
+        ),
         pytest.param(EMBEDDINGS, {"input": ["one", "two"]}, marks=pytest.mark.slow),
         pytest.param(RESPONSES, {"input": "hello", "max_output_tokens": 9, "seed": 7}, marks=pytest.mark.slow),
         (CHAT, {"messages": HELLO, "seed": 7, "logprobs": True, "top_logprobs": 3, "max_tokens": 9}),

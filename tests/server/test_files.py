@@ -181,7 +181,7 @@ async def test_what_is_no_form_is_refused(tmp_path: Path) -> None:
             assert left_over(tmp_path) == []
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_a_file_that_is_too_large_is_refused(tmp_path: Path, chunked: bool) -> None:
     async with batching(tmp_path, max_file_bytes=100_000) as server:
         await server.upload(b"x" * 100_000)

@@ -117,7 +117,7 @@ class BatchStore:
 
     def _remove_rests(self) -> None:
         for path in self._folder.iterdir():
-            if not _record_path(path).exists():
+            if path.is_dir() and not _record_path(path).exists():
                 logger.info("removed %s, which a server left behind that was killed", path)
                 shutil.rmtree(path)
         for record in self._records.values():

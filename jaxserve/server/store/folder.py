@@ -21,6 +21,19 @@ from jaxserve.errors import ConfigError, StorageFailed
 logger = logging.getLogger(__name__)
 
 
+def default_root(port: int) -> Path:
+    """Where the server on a port keeps its state that is told nothing else: `state/port-N` in `$JAXSERVE_CACHE`, else
+    `jaxserve/port-N` in `$XDG_STATE_HOME`, else in `~/.local/state`.
+    """
+    if own := os.environ.get("JAXSERVE_CACHE"):
+        root = Path(own).expanduser() / "state"
+    else:
+        base = Path(os.environ.get("XDG_STATE_HOME", ""))
+        # The XDG specification has relative paths ignored.
+        root = (base if base.is_absolute() else Path.home() / ".local" / "state") / "jaxserve"
+    return root / f"port-{port}"
+
+
 class StateFolder:
     """A folder with `files/` and `batches/`, held until `close`.
 
@@ -89,10 +102,12 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """What `write_record` wrote; None, and a line in the log, if it is something else."""
     try:
         value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError(f"expected an object, found {type(value).__name__}")
     except (OSError, ValueError) as error:
         logger.error("%s is left alone, since it cannot be read: %s", path, error)
         return None
-    return value if isinstance(value, dict) else None
+    return value
 
 
 def new_id(prefix: str) -> str:
