@@ -184,7 +184,7 @@ async def test_bodies_over_a_mebibyte_are_read_and_over_the_limit_refused() -> N
 
 async def test_unknown_routes_and_methods() -> None:
     async with serving() as server:
-        for path in ("/", "/v1", "/v1/embeddings", "/v1/completions/", "/v2/models"):
+        for path in ("/", "/v1", "/v1/edits", "/v1/completions/", "/v2/models"):
             status, body = await server.get(path)
             assert (status, body["error"]["type"]) == (404, "invalid_request_error")
             assert path in body["error"]["message"]
