@@ -307,13 +307,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def server_flags(step_seconds: float, max_seqs: int) -> list[str]:
-    """Of a server that does not wait long for those who are slow."""
-    limits = {"head-timeout": HEAD_TIMEOUT, "body-timeout": BODY_TIMEOUT, "stall-seconds": STALL_SECONDS}
-    return [
-        f"--step-seconds={step_seconds}",
-        f"--max-seqs={max_seqs}",
-        *(f"--{name}={value}" for name, value in limits.items()),
-    ]
+    """Of a server that does not wait long for those who are slow, and whose prefix cache is soon as full as it gets."""
+    flags = {"step-seconds": step_seconds, "max-seqs": max_seqs, "num-pages": 8 * max_seqs}
+    flags |= {"head-timeout": HEAD_TIMEOUT, "body-timeout": BODY_TIMEOUT, "stall-seconds": STALL_SECONDS}
+    return [f"--{name}={value}" for name, value in flags.items()]
 
 
 if __name__ == "__main__":

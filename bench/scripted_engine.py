@@ -157,10 +157,10 @@ def _logprobs(row: PlanRow, tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...
     )
 
 
-def scripted_limits(*, max_seqs: int, max_context: int, page_size: int = 64) -> RunnerLimits:
-    """Room for `max_seqs` of the longest sequences."""
+def scripted_limits(*, max_seqs: int, max_context: int, num_pages: int = 0, page_size: int = 64) -> RunnerLimits:
+    """Room for `max_seqs` of the longest sequences, unless `num_pages` says otherwise."""
     return RunnerLimits(
-        num_pages=max_seqs * -(-max_context // page_size),
+        num_pages=num_pages or max_seqs * -(-max_context // page_size),
         page_size=page_size,
         max_seqs=max_seqs,
         max_step_tokens=max(max_seqs, 1024),

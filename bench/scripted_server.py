@@ -34,13 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--max-seqs", type=int, default=64, metavar="N", help="sequences that run at once; default: %(default)s"
     )
     parser.add_argument("--max-context", type=int, default=8192, metavar="N", help="default: %(default)s")
+    parser.add_argument("--num-pages", type=int, default=0, metavar="N", help="default: as many as they can all use")
     add_http_flags(parser)
     args = parser.parse_args(argv)
     http = {dest.partition(".")[2]: value for dest, value in vars(args).items() if "." in dest and value is not None}
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     def build() -> ServerParts:
-        limits = scripted_limits(max_seqs=args.max_seqs, max_context=args.max_context)
+        limits = scripted_limits(max_seqs=args.max_seqs, max_context=args.max_context, num_pages=args.num_pages)
         core = scripted_core(limits, args.step_seconds)
         return ServerParts(core=core, limits=limits, tokenizer=scripted_tokenizer(), model_name=MODEL)
 

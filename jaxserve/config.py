@@ -151,7 +151,8 @@ class HttpConfig:
         max_body_bytes: larger request bodies are answered 413; 0 takes 4 MiB, or 64 bytes a token of the context if that is
             more.
         max_header_bytes: a longer request line or header field is answered 431.
-        max_connections: more are answered 503; 0 takes what the limit of open files allows.
+        max_connections: one more takes the place of an idle one, or is answered 503; 0 takes what the limit of open files
+            allows.
         head_timeout: seconds for a request's line and headers to come, from when they, or the connection, began.
         body_timeout: seconds for a request's body to come, beside a second for each 16 KiB.
         idle_timeout: seconds that a connection is kept open for a next request.

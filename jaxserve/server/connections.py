@@ -37,7 +37,8 @@ class ConnectionLimits:
     """What one connection may take.
 
     Attributes:
-        max_connections: at once; more are answered 503 and closed.
+        max_connections: at once. One more takes the place of the one that has been idle for longest; where none is, it is
+            answered 503 and closed.
         max_line_bytes: of the request line, and of each header field.
         head_seconds: for a new connection's or a begun request's line and headers.
         idle_seconds: between two requests.
@@ -57,7 +58,11 @@ class Connections:
     Args:
         server: the application's, of an `AppRunner` that is set up.
         on_drop: called with a reason for each connection that was ended for what its client did: "too_many", "slow_head",
-            "malformed" or "stalled".
+            "malformed", "stalled" or "idle" (others wanted its place).
+
+    Attributes:
+        count: of connections that are open.
+        idle: those on which no request is handled, longest first.
     """
 
     def __init__(self, server: web.Server, limits: ConnectionLimits, on_drop: Callable[[str], None]) -> None:
@@ -65,9 +70,14 @@ class Connections:
         self.limits = limits
         self.on_drop = on_drop
         self.count = 0
+        self.idle: dict[Connection, None] = {}
 
     def __call__(self) -> Connection:
         return Connection(self, self._server)
+
+    def make_room(self) -> bool:
+        """End the connection that has been idle for longest; whether there is one."""
+        return any(connection.end_if_idle() for connection in list(self.idle))
 
 
 class Connection(web.RequestHandler):
@@ -107,12 +117,13 @@ class Connection(web.RequestHandler):
         self._wire = transport
         self._counted = True
         self._owner.count += 1
-        if self._owner.count > self._owner.limits.max_connections:
+        if self._owner.count > self._owner.limits.max_connections and not self._owner.make_room():
             self._refused = True
             self._owner.on_drop("too_many")
             transport.write(_last_words(503, "too_many_connections", "the server has as many connections as it may have"))
             transport.close()
             return
+        self._owner.idle[self] = None
         transport.set_write_buffer_limits(high=0)
         self._start_head_timer()
         super().connection_made(transport)
@@ -120,6 +131,7 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._owner.count -= self._counted
         self._counted = False
+        self._owner.idle.pop(self, None)
         self._stop_head_timer()
         self._stop_stall_timer()
         self._wire = None
@@ -137,11 +149,23 @@ class Connection(web.RequestHandler):
     def begin_request(self) -> None:
         """Its head is complete, and a handler runs."""
         self._busy = True
+        self._owner.idle.pop(self, None)
         self._stop_head_timer()
 
     def end_request(self) -> None:
         """The handler is done."""
         self._busy = False
+        if self._counted:
+            self._owner.idle[self] = None
+
+    def end_if_idle(self) -> bool:
+        """Close the connection for the sake of others, unless its client still has to read something."""
+        if self._wire is None or self._wire.get_write_buffer_size():
+            return False
+        self._owner.idle.pop(self, None)
+        self._owner.on_drop("idle")
+        self.force_close()
+        return True
 
     def _start_head_timer(self) -> None:
         self._head_timer = self._loop.call_later(self._owner.limits.head_seconds, self._check_head)
@@ -204,7 +228,7 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """The answer to malformed HTTP, or to what went wrong outside of the application."""
-        self._stop_head_timer()
+        self.begin_request()
         if isinstance(exc, HttpProcessingError):
             self._owner.on_drop("malformed")
             logger.debug("malformed HTTP from %s: %s", request.remote, exc.message)

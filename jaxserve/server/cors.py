@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler
 from jaxserve.errors import ConfigError
 
 METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
-EXPOSED = "X-Request-Id, Retry-After, WWW-Authenticate, X-Should-Retry"
+EXPOSED = "X-Request-Id, Request-Id, Retry-After, WWW-Authenticate, X-Should-Retry"
 MAX_AGE_SECONDS = 600
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+")

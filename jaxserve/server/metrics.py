@@ -71,7 +71,8 @@ class Metrics:
         self.dropped_connections = Counter(
             "jaxserve_dropped_connections",
             "Connections that were ended for what their client did: too_many (more than there may be), slow_head (its request "
-            "did not come in time), malformed (not HTTP), stalled (it read nothing).",
+            "did not come in time), malformed (not HTTP), stalled (it read nothing), idle (it did nothing, and others wanted "
+            "its place).",
             ["reason"],
             registry=self._registry,
         )

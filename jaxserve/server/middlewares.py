@@ -44,7 +44,8 @@ def request_id_of(request: web.BaseRequest) -> str:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Give an answer its request's id, and what a browser wants to see."""
+    """Give an answer its request's id, and what a browser wants to see; take from it which versions of what run here."""
+    response.headers["Server"] = "jaxserve"
     response.headers[REQUEST_ID_HEADER] = request_id_of(request)
     if request.path.startswith(MESSAGES_PATH):
         response.headers["request-id"] = request_id_of(request)  # what Anthropic's clients show

@@ -152,18 +152,42 @@ async def test_a_slow_body_that_keeps_coming_is_read() -> None:
 
 
 async def test_more_connections_than_there_may_be_are_told_so() -> None:
-    async with serving(config=HttpConfig(port=0, max_connections=2)) as server:
-        async with connect(server) as (first, _), connect(server):
-            async with connect(server) as (reader, _):
-                reply = await read_reply(reader)
-                assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
-                assert reply.headers["retry-after"] == "1"
-            assert await num_dropped(server, "too_many") == 1
-            assert server.service.metrics.connections._value is not None
-            assert not first.at_eof()
+    """Those who are being answered stay."""
+    data = json.dumps(GOOD | {"max_tokens": 40}).encode()
+    request = POST + b"Content-Length: %d\r\n\r\n" % len(data) + data
+    async with (
+        serving(fake_engine(step_seconds=0.01), config=HttpConfig(port=0, max_connections=2)) as server,
+        connect(server) as (first, to_first),
+        connect(server) as (second, to_second),
+    ):
+        to_first.write(request)
+        to_second.write(request)
         async with asyncio.timeout(5):
-            while (await server.http.get(server.url + "/health")).status != 200:
-                await asyncio.sleep(0.01)
+            while server.engine.num_live < 2:
+                await asyncio.sleep(0.002)
+        async with connect(server) as (reader, _):
+            reply = await read_reply(reader)
+            assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
+            assert reply.headers["retry-after"] == "1"
+        assert await num_dropped(server, "too_many") == 1
+        assert [(await read_reply(reader)).status for reader in (first, second)] == [200, 200]
+
+
+async def test_idle_connections_make_room_for_new_ones() -> None:
+    """So whoever opens many and does nothing keeps nobody out."""
+    health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with serving(config=HttpConfig(port=0, max_connections=2)) as server:
+        async with connect(server) as (silent, _), connect(server) as (idle, to_idle):
+            to_idle.write(health)
+            assert (await read_reply(idle)).status == 200
+            for gone in (silent, idle):
+                async with connect(server) as (reader, writer):
+                    writer.write(health)
+                    assert (await read_reply(reader)).status == 200
+                    assert await closed(gone) == b""
+                    async with connect(server):
+                        pass
+        assert await num_dropped(server, "idle") >= 2
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:

@@ -73,6 +73,7 @@ async def test_request_ids_come_back(path: str) -> None:
     async with serving(config=HttpConfig(port=0, api_key="k")) as server:
         async with server.http.get(server.url + path, headers={"X-Request-Id": "mine-1"}) as response:
             assert response.headers["X-Request-Id"] == "mine-1"
+            assert response.headers["Server"] == "jaxserve"
         made = set()
         for headers in ({}, {}, {"X-Request-Id": "not an id"}, {"X-Request-Id": "\xe9"}):
             async with server.http.get(server.url + path, headers=headers) as response:
