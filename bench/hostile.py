@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import random
@@ -15,7 +16,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,6 +52,8 @@ class Report:
         wrong_to_hostile: hostile ones that were answered otherwise than they should have been.
         left: what the server still held at the end, by metric.
         slow: good requests slower than the limit.
+        stalls: by how many seconds the good clients' own process was at most late for something, quiet and hostile: what the
+            machine, and not the server, adds to the slowest.
     """
 
     num_good: int = 0
@@ -62,6 +65,7 @@ class Report:
     hostile_seconds: dict[str, float] = field(default_factory=dict)
     slow: int = 0
     slowest_to_quiet_median: float = 0.0
+    stalls: list[float] = field(default_factory=list)
     memory_mib: list[float] = field(default_factory=list)
     left: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, float] = field(default_factory=dict)
@@ -222,17 +226,19 @@ async def run(
             client = GoodClient(session, server.url, scripted_tokenizer(), num_tokens)
             before = await _figures(session, server.url)
             num_quiet = max(concurrency, report.num_good // 6)
-            quiet = await ask_many(client, num_quiet, concurrency, seed, report.wrong)
+            async with _stalls(report.stalls):
+                quiet = await ask_many(client, num_quiet, concurrency, seed, report.wrong)
             median = statistics.median(quiet)
             loop = asyncio.get_running_loop()
             expected_seconds = report.num_good * median / concurrency
             names = list(kinds or CLIENTS)
             hostile = loop.run_in_executor(pool, be_hostile, target, report.num_hostile, expected_seconds, seed, names)
             seconds: list[float] = []
-            for quarter in range(4):
-                count = report.num_good * (quarter + 1) // 4 - report.num_good * quarter // 4
-                seconds += await ask_many(client, count, concurrency, seed + 1 + quarter, report.wrong)
-                report.memory_mib.append(round(server.resident_mib(), 1))
+            async with _stalls(report.stalls):
+                for quarter in range(4):
+                    count = report.num_good * (quarter + 1) // 4 - report.num_good * quarter // 4
+                    seconds += await ask_many(client, count, concurrency, seed + 1 + quarter, report.wrong)
+                    report.memory_mib.append(round(server.resident_mib(), 1))
             report.hostile, report.wrong_to_hostile = await hostile
         report.left, report.dropped = await _what_is_left(server, before)
     report.memory_mib.append(round(server.resident_mib(), 1))
@@ -241,6 +247,26 @@ async def run(
     report.slow = sum(one > SLOWEST_TO_QUIET_MEDIAN * median for one in seconds)
     report.failures_in_log = re.findall(r".*(?:Traceback|failed|Error).*", server.log.read_text())
     return report
+
+
+@contextlib.asynccontextmanager
+async def _stalls(stalls: list[float]) -> AsyncIterator[None]:
+    """Append how late this process was at most while the body ran."""
+    worst = 0.0
+
+    async def watch() -> None:
+        nonlocal worst
+        while True:
+            due = time.perf_counter() + 0.01
+            await asyncio.sleep(0.01)
+            worst = max(worst, time.perf_counter() - due)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        stalls.append(round(worst, 3))
 
 
 def _summary(seconds: Sequence[float]) -> dict[str, float]:
@@ -297,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         report = asyncio.run(work)
     for name, value in asdict(report).items():
-        print(f"{name:<24} {value if not isinstance(value, list) or name == 'memory_mib' else value[:5]}")
+        print(f"{name:<24} {value if not isinstance(value, list) else value[:5]}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(asdict(report), indent=1) + "\n")

@@ -43,16 +43,17 @@ def validate(request: Request, limits: RunnerLimits) -> None:
     prompt, params = request.prompt, request.params
     if not prompt:
         raise InvalidRequest("prompt must have at least 1 token, found 0", param="prompt")
+    # First, since what follows looks at each token, of which there may be a million.
+    if params.max_tokens == 0:
+        _check_fits(len(prompt), "no output", 0, limits, param="prompt")
+    else:
+        _check_fits(len(prompt), "1 output token", 1, limits, param="prompt")
     for token_id in (min(prompt), max(prompt)):
         if not 0 <= token_id < limits.vocab_size:
             raise InvalidRequest(
                 f"prompt must have token ids from 0 to {limits.vocab_size - 1}, found {token_id}", param="prompt"
             )
     check_token_ids(params, limits.vocab_size)
-    if params.max_tokens == 0:
-        _check_fits(len(prompt), "no output", 0, limits, param="prompt")
-    else:
-        _check_fits(len(prompt), "1 output token", 1, limits, param="prompt")
     for name in ("max_tokens", "min_tokens"):
         value = getattr(params, name)
         if value:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 5.0
 """How long handlers may take to write what they have, after the engine has drained."""
+
+SWITCH_SECONDS = 1e-3
+"""How long a thread that computes, such as one that makes sense of a large body, may keep the interpreter from the others. A
+write to a client lets it go each time, and so may wait as long to go on."""
 
 BACKLOG = 1024
 """Connections that the kernel keeps until we come to accept them."""
@@ -164,6 +169,7 @@ def serve(build: Callable[[], ServerParts], config: HttpConfig) -> int:
         Whatever `build` raises, after the server has stopped.
         OSError: the port cannot be opened.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     return asyncio.run(_serve(build, config))
 
 

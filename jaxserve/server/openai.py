@@ -134,8 +134,8 @@ def encode_prompts(
     if isinstance(prompt, str):
         return [encode(field, prompt)]
     kind = type(prompt[0])
-    odd = next((i for i, item in enumerate(prompt) if type(item) is not kind), None)
-    if odd is not None:
+    if len(set(map(type, prompt))) > 1:
+        odd = next(i for i, item in enumerate(prompt) if type(item) is not kind)
         expected = "of one kind with the others: strings, token ids or arrays of token ids"
         raise invalid(f"{field}[{odd}]", expected, prompt[odd])
     if kind is int:

@@ -22,8 +22,14 @@ def put(store: Store, content: bytes) -> FileRecord:
 
 def add_batch(store: Store, batch_id: str) -> BatchRecord:
     record = BatchRecord(
-        batch_id=batch_id, owner="", endpoint="/v1/completions", input_file_id="", model="m",
-        completion_window="24h", created_at=0, expires_at=9,
+        batch_id=batch_id,
+        owner="",
+        endpoint="/v1/completions",
+        input_file_id="",
+        model="m",
+        completion_window="24h",
+        created_at=0,
+        expires_at=9,
     )
     return store.batches.add(record, store.files.path(put(store, b"x")))
 
