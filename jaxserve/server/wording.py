@@ -5,6 +5,7 @@ Owns how names of fields are translated back. Which names there are is each API'
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,12 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.call import Call
 
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\](\.content)?")
+
+
+@functools.cache
+def _pattern_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(("" if name[0] == "." else "^") + rf"{re.escape(name)}\b" for name in longest_first))
 
 
 class Wording:
@@ -29,10 +36,7 @@ class Wording:
         self._names = names
         self._origins = origins
         self._texts = texts
-        longest_first = sorted(names, key=len, reverse=True)
-        self._pattern = re.compile(
-            "|".join(re.escape(name) if name[0] == "." else rf"^{re.escape(name)}\b" for name in longest_first)
-        )
+        self._pattern = _pattern_of(tuple(names))
 
     def of(self, name: str) -> str:
         """The caller's name for a field that a chat completion calls `name`."""
