@@ -15,7 +15,7 @@ from typing import Any
 from jaxserve.engine.output import OutputDelta, ShownToken
 from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.tools.parts import CallArguments, CallBegin, Part, Reasoning, Text
-from jaxserve.errors import JaxserveError, QueueFull, RequestError, RequestTimeout, Unauthorized
+from jaxserve.errors import Conflict, JaxserveError, QueueFull, RequestError, RequestTimeout, StorageFailed, Unauthorized
 from jaxserve.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -347,6 +347,6 @@ def error_headers(error: JaxserveError) -> dict[str, str]:
         return {"Retry-After": str(max(1, round(error.retry_after)))}
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, RequestTimeout):  # OpenAI's clients repeat after a 408 unless they are told not to
+    if isinstance(error, (RequestTimeout, Conflict, StorageFailed)):  # OpenAI's clients repeat these unless told not to
         return {"x-should-retry": "false"}
     return {"Retry-After": "5"} if status_of(error) == 503 else {}

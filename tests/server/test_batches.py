@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,8 @@ from jaxserve.server import batch_run, batches
 from jaxserve.server.endpoints import BATCH_ENDPOINTS
 from jaxserve.server.schema.operations import OPERATIONS
 from jaxserve.server.schema.stored import BatchEndpoint
+from jaxserve.server.store.batches import BatchRecord, BatchStatus
+from jaxserve.server.store.store import Store
 from tests.engine.engines import LIMITS, FakeEngine, fake_engine
 from tests.server.batching import COMPLETIONS, Batching, batching, jsonl, line
 from tests.server.serving import MODEL
@@ -181,6 +184,16 @@ async def test_lines_are_tried_again_under_which_the_engine_failed(tmp_path: Pat
 
 
 @pytest.mark.slow
+async def test_lines_have_the_time_that_they_give_themselves(tmp_path: Path) -> None:
+    async with batching(tmp_path, fake_engine(step_seconds=0.002), request_timeout=0.05) as server:
+        lines = [line("long", max_tokens=200, ignore_eos=True), line("late", max_tokens=400, timeout=0.01)]
+        done = await server.until(await server.create(lines))
+        assert ids(await server.lines_of(done.output_file_id)) == ["long"]
+        (late,) = await server.lines_of(done.error_file_id)
+        assert (late["custom_id"], late["response"]["status_code"]) == ("late", 408), "its own limit holds, not the server's"
+
+
+@pytest.mark.slow
 async def test_answers_are_as_the_document_says(tmp_path: Path) -> None:
     seen: set[tuple[str, str]] = set()
     async with batching(tmp_path) as server:
@@ -312,8 +325,9 @@ async def test_cancelling_keeps_what_is_done(tmp_path: Path) -> None:
         assert sorted(ids(answers) + ids(errors)) == sorted(f"id{i}" for i in range(100))
         assert {found["error"]["code"] for found in errors} == {"batch_cancelled"}
         assert {found["response"] for found in errors} == {None}
-        with pytest.raises(openai.ConflictError, match="that is cancelled cannot be cancelled"):
+        with pytest.raises(openai.ConflictError, match="that is cancelled cannot be cancelled") as caught:
             await server.client.batches.cancel(batch.id)
+        assert caught.value.response.headers["x-should-retry"] == "false"
         await server.server.idle()
 
 
@@ -401,6 +415,42 @@ async def test_the_next_server_carries_on(tmp_path: Path) -> None:
         assert ids(await server.lines_of(done.output_file_id)) == [f"id{i}" for i in range(60)]
         assert len(seen) == 60 - num_done
         assert done.error_file_id is None
+
+
+@pytest.mark.slow
+async def test_each_station_is_where_the_next_server_begins(tmp_path: Path) -> None:
+    """Killed in any state, a batch comes to the end that it was on its way to."""
+    now = int(time.time())
+    stations = {
+        BatchStatus.VALIDATING: (now + 99, "completed", 4),
+        BatchStatus.IN_PROGRESS: (now + 99, "completed", 4),
+        BatchStatus.CANCELLING: (now + 99, "cancelled", 0),
+        BatchStatus.FINALIZING: (now + 99, "expired", 0),  # it would not have come so far with lines to do
+    }
+    ends = [*stations.items(), (BatchStatus.IN_PROGRESS, (now - 1, "expired", 0))]
+    store = Store(tmp_path)
+    upload = store.files.begin(1 << 20)
+    upload.write(jsonl(slow_lines(4)))
+    file = store.files.commit(upload, owner="", filename="in.jsonl", purpose="batch")
+    for number, (status, (expires_at, _, _)) in enumerate(ends):
+        record = BatchRecord(
+            batch_id=f"batch_{number:032x}",
+            owner="",
+            endpoint=COMPLETIONS,
+            input_file_id=file.file_id,
+            model=MODEL,
+            completion_window="24h",
+            created_at=now,
+            expires_at=expires_at,
+        )
+        store.batches.add(record.at(status, now), store.files.path(file))
+    store.close()
+    async with batching(tmp_path) as server:
+        for number, (_, (_, end, num_answers)) in enumerate(ends):
+            done = await server.until(await server.client.batches.retrieve(f"batch_{number:032x}"))
+            assert done.status == end
+            assert len(await server.lines_of(done.output_file_id)) == num_answers
+            assert len(await server.lines_of(done.error_file_id)) == 4 - num_answers
 
 
 @pytest.mark.slow
