@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ REFERENCES: dict[str, dict[str, dict[str, str]]] = json.loads(
 )["templates"]
 
 
+@functools.cache
 def template(shared: Path, name: str) -> ChatTemplate:
     source = (shared / "data" / "chat-templates" / f"{name}.jinja").read_text()
     return ChatTemplate(source, bos_token=table.BOS, eos_token=table.EOS, now=lambda: table.NOW)

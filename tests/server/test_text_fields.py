@@ -60,43 +60,45 @@ def engine_that_saw() -> tuple[FakeEngine, list[tuple[int, ...]]]:
     return fake_engine(next_token=next_token, eos_token_ids=(tiny.IM_END_ID,)), prompts
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"),
-        ({"add_generation_prompt": False}, "<|im_start|>user\nhello<|im_end|>\n"),
-        (
-            {"messages": [*HELLO, {"role": "assistant", "content": "The "}], "continue_final_message": True},
-            "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nThe ",
-        ),
-        ({"messages": [{"role": "developer", "content": "x"}]}, "<|im_start|>system\nx<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
-            "<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n",
-        ),
-    ],
-)
-async def test_how_a_conversation_ends(fields: dict[str, Any], expected: str) -> None:
+ENDS: list[tuple[dict[str, Any], str]] = [
+    ({}, "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"),
+    ({"add_generation_prompt": False}, "<|im_start|>user\nhello<|im_end|>\n"),
+    (
+        {"messages": [*HELLO, {"role": "assistant", "content": "The "}], "continue_final_message": True},
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nThe ",
+    ),
+    ({"messages": [{"role": "developer", "content": "x"}]}, "<|im_start|>system\nx<|im_end|>\n<|im_start|>assistant\n"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+        "<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n",
+    ),
+]
+
+
+async def test_how_a_conversation_ends() -> None:
     fake, prompts = engine_that_saw()
     async with serving(fake) as server:
-        status, _ = await server.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO, **fields})
-        assert status == 200
-    assert BYTE_LEVEL.decode(prompts[0], skip_special_tokens=False) == expected
+        for fields, expected in ENDS:
+            status, _ = await server.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO, **fields})
+            assert status == 200
+            await server.idle()
+            assert BYTE_LEVEL.decode(prompts[0], skip_special_tokens=False) == expected
+            prompts.clear()
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "said"),
-    [
-        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "exclude each other"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
-        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "not supported"),
-    ],
-)
-async def test_what_is_refused(fields: dict[str, Any], param: str, said: str) -> None:
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "exclude each other"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
+    ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "not supported"),
+]
+
+
+async def test_what_is_refused() -> None:
     async with serving() as server:
-        status, body = await server.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO, **fields})
-        assert (status, body["error"]["param"]) == (400, param)
-        assert said in body["error"]["message"]
+        for fields, param, said in REFUSED:
+            status, body = await server.post("/v1/chat/completions", {"model": MODEL, "messages": HELLO, **fields})
+            assert (status, body["error"]["param"]) == (400, param)
+            assert said in body["error"]["message"]
 
 
 @pytest.mark.parametrize("trusted", [False, True])

@@ -80,31 +80,30 @@ async def test_the_tokenizer_s_own_settings() -> None:
         assert info["tokenizer_class"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
-        ("/tokenize", {"prompt": ["a"]}, "prompt"),
-        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
-        ("/tokenize", {"prompt": "a", "colour": 1}, "colour"),
-        ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"prompt": "x" * 80_000}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 79_990}]}, "messages"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": "abc"}, "tokens"),
-        ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
-        ("/detokenize", {"tokens": [1, 1 << 40]}, "tokens[1]"),
-        ("/detokenize", {"tokens": [1], "model": "other"}, "model"),
-    ],
-)
-async def test_what_is_refused(path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch) -> None:
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
+    ("/tokenize", {"prompt": ["a"]}, "prompt"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+    ("/tokenize", {"prompt": "a", "colour": 1}, "colour"),
+    ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/tokenize", {"prompt": "x" * 80_000}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 79_990}]}, "messages"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": "abc"}, "tokens"),
+    ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
+    ("/detokenize", {"tokens": [1, 1 << 40]}, "tokens[1]"),
+    ("/detokenize", {"tokens": [1], "model": "other"}, "model"),
+]
+
+
+async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenization, "MAX_CHARACTERS", 79_999)
     async with serving() as server:
-        status, answer = await server.post(path, body)
-        assert status == (404 if param == "model" else 400)
-        assert answer["error"]["param"] == param
+        for path, body, param in REFUSED:
+            status, answer = await server.post(path, body)
+            assert (status, answer["error"]["param"]) == (404 if param == "model" else 400, param)
 
 
 async def test_without_a_key_nothing_is_said() -> None:
