@@ -186,6 +186,7 @@ GET_WEATHER = {"type": "function", "function": {"name": "get_weather"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [GET_WEATHER]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "names", "reason"),
     [
@@ -212,6 +213,7 @@ async def test_a_required_call_is_made_and_as_its_schema_has_it(choice: Any, nam
         jsonschema.validate(json.loads(arguments), WEATHER["parameters"] if name == "get_weather" else {"maxProperties": 0})
 
 
+@pytest.mark.slow
 async def test_reasoning_comes_before_a_required_call() -> None:
     tokenizer = tiny.byte_level(TOOL_TEMPLATE.replace("assistant\n", "assistant\n<think>\n"))
     engine = answering(f"hello?</think>\n\n{CALL}", tokenizer)
@@ -221,6 +223,7 @@ async def test_reasoning_comes_before_a_required_call() -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
 
 
+@pytest.mark.slow
 async def test_strict_functions_and_single_calls_are_held_to_also_where_none_is_required() -> None:
     wrong = CALL.replace("Paris", "Mars")
     strict = [{"type": "function", "function": {**WEATHER, "strict": True}}, TOOLS[1]]
@@ -233,6 +236,7 @@ async def test_strict_functions_and_single_calls_are_held_to_also_where_none_is_
         assert len((await ask(server, parallel_tool_calls=False))["choices"][0]["message"]["tool_calls"]) == 1
 
 
+@pytest.mark.slow
 async def test_an_answer_in_json_may_stand_beside_calls() -> None:
     wanted = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}}
     async with serving(answering(CALL), tokenizer=HERMES) as server:
@@ -316,6 +320,7 @@ async def test_what_is_wrong_is_refused_by_name() -> None:
             assert answer["error"]["param"] == param or not param, answer
 
 
+@pytest.mark.slow
 async def test_tools_that_the_model_would_not_see_or_could_not_call_are_refused() -> None:
     async with serving() as server:
         for fields, param in (

@@ -43,6 +43,12 @@ _FORMATS = {
     "date": "/[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])/",
     "uuid": "/[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}/",
 }
+_KINDS: tuple[tuple[tuple[str, ...], type, str], ...] = (
+    (("enum", "anyOf", "required"), list, "an array"),
+    (("properties", "$defs", "definitions"), dict, "an object"),
+    (("minItems", "maxItems", "minLength", "maxLength"), int, "a number of things"),
+    (("$ref", "format"), str, "a string"),
+)
 _BARE_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
@@ -87,6 +93,7 @@ class _Rules:
             raise ValueError(f"at {where or '/'}: no schema that this model's form of calls can be held to")
         if unknown := sorted(set(schema) - _KNOWN):
             raise ValueError(f"at {where or '/'}: {unknown[0]!r} is not supported in this model's form of calls")
+        _check_kinds(schema, where)
         if "$ref" in schema:
             return self._reference(schema["$ref"], depth)
         if "const" in schema:
@@ -201,6 +208,23 @@ class _Rules:
             array = f'"[" ({name} ("," {name})*)? "]"'
             self.define(name, f"{scalars} | {array} | {self._open_object(name)}")
         return name
+
+
+def _check_kinds(schema: Mapping[str, Any], where: str) -> None:
+    """Check that keywords have values of their kind.
+
+    Raises:
+        ValueError: naming the first that has not.
+    """
+    for keywords, kind, words in _KINDS:
+        for keyword in keywords:
+            value = schema.get(keyword)
+            wrong = not isinstance(value, kind) or (isinstance(value, int) and (isinstance(value, bool) or value < 0))
+            if keyword in schema and wrong:
+                raise ValueError(f"at {where or '/'}: {keyword!r} must be {words}, found {value!r:.60}")
+    kinds = schema.get("type", "object")
+    if not isinstance(kinds, str) and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise ValueError(f"at {where or '/'}: 'type' must be a string or an array of strings, found {kinds!r:.60}")
 
 
 def _any_of(bodies: Iterable[str]) -> str:

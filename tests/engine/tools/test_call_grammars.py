@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.constraint import Grammar, GrammarKind
 from jaxserve.engine.grammar import GrammarCompiler
 from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.tools import gemma_schema
 from jaxserve.engine.tools.formats import TOOL_FORMATS
 from jaxserve.engine.tools.grammar import (
     Function,
@@ -22,6 +26,7 @@ from jaxserve.engine.tools.grammar import (
     triggered_calls,
 )
 from jaxserve.engine.tools.reasoning import REASONING_FORMATS
+from jaxserve.errors import InvalidRequest
 from tests.engine import tiny_tokenizers as tiny
 from tests.engine.tools.reading import calls_of, read, tool_reading
 from tests.engine.tools.test_parsers import FORMATS, GEMMA_QUOTES, write_calls
@@ -292,3 +297,33 @@ def test_answers_in_the_wild_are_accepted_and_read_back(shared: Path) -> None:
         if not accepts(lark, written):
             wrong.append((answer["id"], written))
     assert [answer_id for answer_id, _ in wrong] == ["simple_python_307"]  # a boolean for a string
+
+
+# --- hostile schemas --------------------------------------------------------------------------------------------------
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(alphabet='a"\\/{}[]<>%\n\x00é', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet='ab"\\', max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+KEYWORDS = sorted([*gemma_schema._KNOWN, "$anchor", "not", "oneOf", "allOf", "pattern", "prefixItems", "patternProperties"])
+SCHEMAS = st.recursive(
+    JUNK | st.sampled_from([{"type": "string"}, {"$ref": "#"}, {"$ref": "#/properties/a"}, {"type": ["integer", "null"]}]),
+    lambda inner: st.dictionaries(
+        st.sampled_from(KEYWORDS),
+        inner | st.dictionaries(st.sampled_from(["a", "b c", '"', "\\", "<escape>"]), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hermes", "gemma"])
+@given(schema=st.dictionaries(st.sampled_from(KEYWORDS), SCHEMAS, max_size=4))
+def test_whatever_a_schema_is_it_is_compiled_or_refused(name: str, schema: dict[str, Any]) -> None:
+    try:
+        lark = required_calls(writing(name), [Function("f", schema)], single=False)
+    except ValueError:
+        return
+    with contextlib.suppress(InvalidRequest):
+        COMPILERS["control"].compile(Grammar(GrammarKind.LARK, lark))

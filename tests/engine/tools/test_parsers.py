@@ -221,6 +221,7 @@ def test_arguments_come_as_they_are_written() -> None:
     assert parser.push(" text") == (CallArguments(0, " text"),)
 
 
+@pytest.mark.slow
 def test_reading_is_linear_in_the_text() -> None:
     """Held white space, brackets and braces by the thousand neither recurse nor take quadratic time."""
     for name in FORMATS:
