@@ -112,12 +112,15 @@ def _amend(schemas: dict[str, Any]) -> None:
     """What OpenAI's servers send and their description does not allow.
 
     - a chunk of a completion has no finish reason before its last, and its usage is null before the last;
-    - the first token of an echoed prompt has no log probability.
+    - the first token of an echoed prompt has no log probability;
+    - an embedding is a string where base64 was asked for, as OpenAI's clients do.
     """
     logprobs = schemas["CreateCompletionResponse"]["properties"]["choices"]["items"]["properties"]["logprobs"]
     lists = logprobs["anyOf"][0]["properties"]
     lists["token_logprobs"]["items"]["nullable"] = True
     lists["top_logprobs"]["items"]["nullable"] = True
+    embedding = schemas["Embedding"]["properties"]
+    embedding["embedding"] = {"anyOf": [embedding["embedding"], {"type": "string"}]}
     chunk = json.loads(json.dumps(schemas["CreateCompletionResponse"]))
     chunk["properties"]["choices"]["items"]["properties"]["finish_reason"]["nullable"] = True
     chunk["properties"]["usage"]["nullable"] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -41,6 +42,15 @@ def test_openai_for_node(found: Any) -> None:
         assert spelled.decode() == whole["message"]["content"]
     assert len(found["accumulated"]["choices"]) == 2
     assert "Paris" in found["completion"]["choices"][0]["text"]
+    assert set(found["parsed"]) == {"red"}
+    for choice in (found["call"], found["streamedCall"]):
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], choice["finish_reason"]) == ("paint", "tool_calls")
+        assert set(json.loads(call["function"]["arguments"])) == {"red"}
+    assert math.hypot(*found["embedding"]) == pytest.approx(1.0, abs=1e-4)
+    assert found["response"] == found["streamedResponse"]
+    assert found["response"].startswith(whole["message"]["content"])
+    assert (found["content"], found["deleted"]) == ("{}\n", True)
     expected = {"kind": "AuthenticationError", "status": 401, "code": "invalid_api_key"}
     assert found["unauthorized"].items() >= expected.items()
     assert found["missing"].items() >= {"kind": "NotFoundError", "code": "model_not_found", "param": "model"}.items()

@@ -15,12 +15,38 @@ from tests.clients.specification import Exchange, Specification
 HELLO = [{"role": "user", "content": "Hello."}]
 CHAT: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 4}
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "Hello", "max_tokens": 4}
+TOOL = {"type": "function", "function": {"name": "paint", "parameters": {"properties": {"red": {"type": "boolean"}}}}}
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"n": 2},
     {"max_tokens": 1},
     {"stop": ["."]},
     {"stream_options": {"include_usage": True}, "n": 2},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"structured_outputs": {"regex": "[a-z]{3}"}},
+    {"user": "u", "seed": 5, "service_tier": "auto"},
+]
+COMPLETION_VARIANTS: list[dict[str, Any]] = [
+    {"logprobs": 2},
+    {"echo": True, "logprobs": 1},
+    {"echo": True, "logprobs": 1, "max_tokens": 0},
+    {"prompt": ["Hello", "World"], "echo": True, "n": 2},
+]
+CHAT_VARIANTS: list[dict[str, Any]] = [
+    {"logprobs": True, "top_logprobs": 2},
+    {"response_format": {"type": "json_object"}},
+    {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60},
+    {"tools": [TOOL], "tool_choice": "auto"},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "paint"}}, "max_tokens": 60},
+]
+RESPONSE: dict[str, Any] = {"model": MODEL, "input": "Hello.", "max_output_tokens": 16}
+RESPONSE_TOOL = {"type": "function", **TOOL["function"], "strict": False}  # type: ignore[dict-item]
+RESPONSE_VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"instructions": "Be brief.", "metadata": {"a": "b"}, "user": "u"},
+    {"text": {"format": {"type": "json_object"}}},
+    {"tools": [RESPONSE_TOOL], "tool_choice": "required", "max_output_tokens": 60},
+    {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
 ]
 
 
@@ -39,8 +65,9 @@ def ask(url: str, path: str, body: Any = None, *, key: str = KEY) -> tuple[int, 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        *[("/completions", {**COMPLETION, **variant}) for variant in (*VARIANTS, {"logprobs": 2})],
-        *[("/chat/completions", {**CHAT, **variant}) for variant in (*VARIANTS, {"logprobs": True, "top_logprobs": 2})],
+        *[("/completions", {**COMPLETION, **variant}) for variant in (*VARIANTS, *COMPLETION_VARIANTS)],
+        *[("/chat/completions", {**CHAT, **variant}) for variant in (*VARIANTS, *CHAT_VARIANTS)],
+        *[("/responses", {**RESPONSE, **variant}) for variant in RESPONSE_VARIANTS],
     ],
 )
 def test_answers(url: str, path: str, body: dict[str, Any], stream: bool) -> None:
@@ -48,7 +75,7 @@ def test_answers(url: str, path: str, body: dict[str, Any], stream: bool) -> Non
         body = {name: value for name, value in body.items() if name != "stream_options"}
     status, answer = ask(url, path, {**body, "stream": stream})
     assert status == 200, answer
-    assert not stream or answer.endswith(b"data: [DONE]\n\n")
+    assert not stream or path == "/responses" or answer.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(
