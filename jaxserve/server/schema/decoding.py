@@ -187,11 +187,12 @@ def _explain(message: str, value: Any, root: types.Type, where: str = "") -> Inv
         return _explain_key(path, value, node)
     struct = _variant_for(node, value)
     if isinstance(struct, types.StructType) and isinstance(value, dict):
+        # Without its tag there is no telling which struct an object is meant to be.
+        if (missing := _MISSING.match(message)) is not None:
+            return _missing_field(path, missing[1], node, struct)
         error = _unknown_field(path, value, struct) or _limited_field(path, value, struct)
         if error is not None:
             return error
-        if (missing := _MISSING.match(message)) is not None:
-            return _missing_field(path, missing[1], node, struct)
     if not path:
         return InvalidRequest(f"the body must be a JSON object, found {found_of(value)}")
     return invalid(path, expected_of(node), value)

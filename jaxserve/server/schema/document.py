@@ -20,6 +20,12 @@ _REF = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"{(\w+)}")
 _RETRIED = (429, 503)
 
+SECURITY_SCHEMES = {
+    "ApiKey": {"type": "http", "scheme": "bearer"},
+    "ApiKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+EITHER_KEY: list[Json] = [{name: []} for name in SECURITY_SCHEMES]
+
 DESCRIPTION = """The API of a jaxserve server. Fields that are not implemented are refused by name unless they have a value at
 which they change nothing; so are unknown ones. Null is always the default."""
 
@@ -46,9 +52,9 @@ def document(*, version: str, has_keys: bool, operations: Mapping[tuple[str, str
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
-        "security": [{"ApiKey": []}] if has_keys else [],
+        "security": EITHER_KEY if has_keys else [],
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"ApiKey": {"type": "http", "scheme": "bearer"}}},
+        "components": {"schemas": schemas, "securitySchemes": SECURITY_SCHEMES},
     }
 
 
@@ -71,7 +77,7 @@ def _operation(method: str, path: str, operation: Operation, ref_of: Mapping[typ
         if body is not None:
             described["requestBody"] = {"required": True, "content": {content_type: {"schema": ref_of[body]}}}
     if needs_key != has_keys:
-        described["security"] = [{"ApiKey": []}] if needs_key else []
+        described["security"] = EITHER_KEY if needs_key else []
     return described
 
 

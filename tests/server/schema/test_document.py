@@ -44,14 +44,14 @@ def test_it_has_every_route() -> None:
 
 
 def test_it_says_what_needs_a_key() -> None:
-    assert DOCUMENT["security"] == [{"ApiKey": []}]
+    assert DOCUMENT["security"] == [{"ApiKey": []}, {"ApiKeyHeader": []}]
     assert DOCUMENT["paths"]["/health"]["get"]["security"] == []
     assert "401" in DOCUMENT["paths"]["/v1/completions"]["post"]["responses"]
     assert "401" not in DOCUMENT["paths"]["/health"]["get"]["responses"]
     without = document(version="1", has_keys=False)
     assert without["security"] == []
     assert "401" not in without["paths"]["/v1/completions"]["post"]["responses"]
-    assert without["paths"]["/v1/cache"]["delete"]["security"] == [{"ApiKey": []}]
+    assert without["paths"]["/v1/cache"]["delete"]["security"] == [{"ApiKey": []}, {"ApiKeyHeader": []}]
 
 
 # --- as strict as the server ------------------------------------------------------------------------------------------
