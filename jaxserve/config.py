@@ -232,6 +232,13 @@ class HttpConfig:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
 
 
+CHAT_FIELDS = (
+    *("chat_template", "tool_format", "reasoning_format", "special_tokens_in_messages"),
+    "trust_request_chat_template",
+)
+"""Of `HttpConfig`, what says how to chat with the model; offline runs have it too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """How we serve a model. `model` is a name from `configs/models/`, a path, or `hf:ORG/NAME`."""

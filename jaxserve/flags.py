@@ -9,11 +9,12 @@ import argparse
 import re
 import textwrap
 import tomllib
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from jaxserve.config import EngineConfig, HttpConfig, ServeConfig, from_mapping
+from jaxserve.config import CHAT_FIELDS, EngineConfig, HttpConfig, ServeConfig, from_mapping
 from jaxserve.errors import ConfigError
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -38,6 +39,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def add_http_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each field of `HttpConfig`."""
     _add_flags(parser, "http", HttpConfig)
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field of `HttpConfig` that is about chats, whoever has them."""
+    _add_flags(parser, "http", HttpConfig, CHAT_FIELDS, title="chat")
 
 
 def serve_config_from_args(args: argparse.Namespace) -> ServeConfig:
@@ -70,10 +76,14 @@ def attribute_docs(kind: type) -> dict[str, str]:
     return {name.strip(): " ".join(text.split()) for names, _, text in split for name in names.split(",")}
 
 
-def _add_flags(parser: argparse.ArgumentParser, table: str, kind: type) -> None:
-    group = parser.add_argument_group(table)
+def _add_flags(
+    parser: argparse.ArgumentParser, table: str, kind: type, names: Collection[str] | None = None, *, title: str = ""
+) -> None:
+    group = parser.add_argument_group(title or table)
     hints, docs = get_type_hints(kind), attribute_docs(kind)
     for item in fields(kind):
+        if names is not None and item.name not in names:
+            continue
         expected = hints[item.name]
         default = "" if item.default in ("", ()) else f"default: {item.default}"
         text = re.sub(r"`(\w+)`", lambda name: _flag(name[1]) if name[1] in hints else name[1], docs.get(item.name, ""))

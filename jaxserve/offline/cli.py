@@ -12,15 +12,16 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from jaxserve import __version__
 from jaxserve.batch_file import InputFile, parse_json_line, parse_text_line
-from jaxserve.config import ServeConfig
+from jaxserve.config import CHAT_FIELDS, ServeConfig
 from jaxserve.errors import ConfigError, JaxserveError, ModelLoadError
-from jaxserve.flags import add_engine_flags, add_model_flags, integer, serve_config_from_args
+from jaxserve.flags import add_chat_flags, add_engine_flags, add_model_flags, integer, serve_config_from_args
 from jaxserve.journal import Journal
 from jaxserve.offline.generation import Engine
 from jaxserve.offline.journal import discard, finish, journal_path, open_journal, output_of_run
@@ -28,6 +29,7 @@ from jaxserve.offline.progress import ProgressBar, StageBars
 from jaxserve.offline.prompts import DEMO_PROMPTS, answer_prompts
 from jaxserve.offline.results import RequestOptions, run_id_of
 from jaxserve.offline.run import BatchRun
+from jaxserve.server.chat_settings import ChatSettings
 
 BuildEngine = Callable[[ServeConfig], Engine]
 
@@ -141,17 +143,20 @@ def _parser() -> argparse.ArgumentParser:
         help="put plain prompts through the chat template as what a user says; default: not for --input, "
         "but for --prompt and --demo if the model has a template",
     )
+    add_chat_flags(parser)
     add_engine_flags(parser)
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     return parser
 
 
 def _build_engine(config: ServeConfig) -> Engine:
+    chat = ChatSettings(config.http)
     # Loading JAX takes seconds; a mistyped flag should not.
     from jaxserve import launch
 
     with closing(StageBars()) as progress:
-        return launch.build_engine(config, progress=progress)
+        engine = launch.build_engine(config, progress=progress)
+    return replace(engine, tokenizer=chat.apply(engine.tokenizer))
 
 
 @contextmanager
@@ -260,9 +265,15 @@ def _fingerprint(args: argparse.Namespace, config: ServeConfig, input_file: Inpu
         "max_context": config.engine.max_context,
         "format": args.format,
         "chat": bool(args.chat),
+        "chat settings": _chat_settings(config),
         "seed": args.seed,
         "sampling": _sampling_defaults(args),
     }
+
+
+def _chat_settings(config: ServeConfig) -> dict[str, Any]:
+    settings = {name: getattr(config.http, name) for name in CHAT_FIELDS}
+    return {**settings, "chat_template": ChatSettings(config.http).template}
 
 
 def _file_sizes(model: Path) -> dict[str, int]:

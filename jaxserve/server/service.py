@@ -10,16 +10,15 @@ import enum
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxserve.config import HttpConfig
 from jaxserve.engine.async_engine import AsyncEngine, Core
 from jaxserve.engine.constraints import Constraints
-from jaxserve.engine.text import ChatRules, Tokenizer
-from jaxserve.engine.tools.dialect import choose_dialect
-from jaxserve.errors import ConfigError, EngineError, NotReady
+from jaxserve.engine.text import Tokenizer
+from jaxserve.errors import EngineError, NotReady
 from jaxserve.host.admission import Admission
 from jaxserve.plan import RunnerLimits
+from jaxserve.server.chat_settings import ChatSettings
 from jaxserve.server.joining import CallRegistry
 from jaxserve.server.keys import load_keys
 from jaxserve.server.metrics import Metrics
@@ -73,15 +72,6 @@ class Model:
     constraints: Constraints
 
 
-def _read_template(path: str) -> str | None:
-    if not path:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template {path}: {error}") from None
-
-
 class Service:
     """One server's model and state. Lives on the event loop's thread.
 
@@ -95,8 +85,7 @@ class Service:
     """
 
     def __init__(self, config: HttpConfig) -> None:
-        self._chat_template = _read_template(config.chat_template)
-        choose_dialect(self._chat_template, tool_format=config.tool_format, reasoning_format=config.reasoning_format)
+        self._chat = ChatSettings(config)
         self.config = config
         self.metrics = Metrics()
         self.keys = load_keys(config)
@@ -109,7 +98,7 @@ class Service:
         """Wait for the model, and start its engine. A failure is kept in `load_error`."""
         try:
             parts = await loading
-            tokenizer = self._for_chat(parts.tokenizer)
+            tokenizer = self._chat.apply(parts.tokenizer)
         except Exception as error:
             self.load_error = error
             return
@@ -134,18 +123,6 @@ class Service:
         constraints = Constraints(tokenizer, parts.limits.vocab_size, parts.core.eos_token_ids)
         self._model = Model(parts.model_name, tokenizer, engine, terms, int(now()), constraints)
         logger.info("ready: serving %s", parts.model_name)
-
-    def _for_chat(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer under this server's settings."""
-        config = self.config
-        if self._chat_template is not None:
-            tokenizer = tokenizer.with_template(self._chat_template)
-        rules = ChatRules(
-            special_tokens_in_messages=config.special_tokens_in_messages,
-            trust_request_chat_template=config.trust_request_chat_template,
-        )
-        formats = {"tool_format": config.tool_format, "reasoning_format": config.reasoning_format}
-        return tokenizer.with_formats(**formats).with_rules(rules)
 
     @property
     def state(self) -> State:

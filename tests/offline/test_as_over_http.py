@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+import jaxserve
 from jaxserve.config import ServeConfig
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.text import Tokenizer
@@ -18,6 +22,7 @@ from tests.engine import tiny_tokenizers as tiny
 from tests.engine.engines import fake_engine
 from tests.server.serving import MODEL, serving
 from tests.server.test_fields import BODIES, PATHS, PROBES, TEMPLATE, WORKS, with_field
+from tests.server.test_tools import BODY, CALLS, HERMES, NOW, TOOLS, answering
 
 TOKENIZER = tiny.byte_level(TEMPLATE, add_bos=True)
 
@@ -25,8 +30,6 @@ NOT_IN_FILES = {"stream", "stream_options.include_usage", "stream_options.contin
     "stream_options.include_obfuscation"
 }
 """There is nobody to stream to, and nobody who waits."""
-
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
 @dataclass
@@ -47,6 +50,12 @@ def build(config: ServeConfig) -> FakeOffline:
     return FakeOffline(fake.core, fake.runner.limits)
 
 
+def build_calling(config: ServeConfig) -> FakeOffline:
+    """A model that thinks, says something and calls two functions."""
+    fake = answering(CALLS)
+    return FakeOffline(fake.core, fake.runner.limits, HERMES)
+
+
 def lines() -> dict[str, dict[str, Any]]:
     """A line for each field that works, by a name for it; and some for what takes several of them."""
     found = {}
@@ -60,7 +69,6 @@ def lines() -> dict[str, dict[str, Any]]:
         found[f"{endpoint} {name}"] = {"url": PATHS[endpoint], "body": body}
     chat = BODIES["chat"] | {"seed": 3}
     several = [
-        {"tools": [WEATHER], "tool_choice": "required"},
         {"n": 3, "temperature": 1, "logprobs": True, "top_logprobs": 2, "stop": "a"},
         {"top_p": 9},
         {"colour": "red"},
@@ -68,8 +76,10 @@ def lines() -> dict[str, dict[str, Any]]:
     return found | {f"chat {fields}": {"url": PATHS["chat"], "body": chat | fields} for fields in several}
 
 
-def run_offline(folder: Path, work: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The response to each line."""
+def run_offline(
+    folder: Path, work: dict[str, dict[str, Any]], build: Callable[[ServeConfig], FakeOffline] = build
+) -> dict[str, Any]:
+    """The response to each line, of which some fail."""
     (folder / "in.jsonl").write_text(
         "".join(json.dumps({"custom_id": name, "method": "POST", **line}) + "\n" for name, line in work.items())
     )
@@ -82,6 +92,9 @@ def run_offline(folder: Path, work: dict[str, dict[str, Any]]) -> dict[str, Any]
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
     """Without what says which answer it is, and how much of the prompt was cached."""
     rest = {name: value for name, value in answer.items() if name not in ("id", "created")}
+    for choice in rest.get("choices", ()):
+        for call in choice.get("message", {}).get("tool_calls", ()):
+            call.pop("id")
     if "usage" in rest:
         rest["usage"] = {name: value for name, value in rest["usage"].items() if name != "prompt_tokens_details"}
     return rest
@@ -100,3 +113,53 @@ async def test_every_field_works_as_over_http(tmp_path: Path, capsys: pytest.Cap
             status, answer = await server.post(line["url"], line["body"])
             assert responses[name]["status_code"] == status, (name, responses[name], answer)
             assert comparable(responses[name]["body"]) == comparable(answer), name
+
+
+CALLING: list[dict[str, Any]] = [
+    {},
+    {"n": 2},
+    {"tool_choice": "none"},
+    {"tool_choice": "required", "max_tokens": 400},
+    {"tool_choice": {"type": "function", "function": {"name": "now"}}},
+    {"tools": [{"type": "function", "function": NOW}], "parallel_tool_calls": False},
+    {"logprobs": True, "top_logprobs": 1},
+    {"response_format": {"type": "json_object"}, "tools": None},
+    {"tools": [*TOOLS, TOOLS[0]]},
+]
+
+
+@pytest.mark.slow
+async def test_calls_of_functions_come_back_as_over_http(tmp_path: Path) -> None:
+    work = {f"{fields}": {"url": PATHS["chat"], "body": BODY | {"seed": 3} | fields} for fields in CALLING}
+    responses = run_offline(tmp_path, work, build_calling)
+    assert len(responses["{}"]["body"]["choices"][0]["message"]["tool_calls"]) == 2
+    async with serving(answering(CALLS), tokenizer=HERMES) as server:
+        for name, line in work.items():
+            status, answer = await server.post(line["url"], line["body"])
+            assert responses[name]["status_code"] == status, (name, responses[name], answer)
+            assert comparable(responses[name]["body"]) == comparable(answer), name
+
+
+def test_a_run_may_have_a_chat_template_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    launch = ModuleType("jaxserve.launch")
+    launch.build_engine = lambda config, progress: build(config)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jaxserve.launch", launch)
+    monkeypatch.setattr(jaxserve, "launch", launch, raising=False)
+    body = BODIES["chat"] | {"max_tokens": 2}
+    (tmp_path / "in.jsonl").write_text(
+        "".join(
+            json.dumps({"custom_id": name, "method": "POST", "url": PATHS["chat"], "body": body | fields}) + "\n"
+            for name, fields in {"file": {}, "own": {"chat_template": "{{ messages[0].content }}? and more"}}.items()
+        )
+    )
+    files = ["--model", MODEL, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    settings = ["--chat-template", str(template), "--trust-request-chat-template"]
+    assert main([*files, *settings]) == 0
+    usages = [json.loads(line)["response"]["body"]["usage"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    expected = [len(TOKENIZER.encode_plain(prompt)) for prompt in ("hello!", "hello? and more")]
+    assert [usage["prompt_tokens"] for usage in usages] == expected
+    template.write_text("{{ messages[0].content }}")
+    assert main([*files, *settings]) == 2, "it is another run"
+    assert main([*files, "--chat-template", str(tmp_path / "none")]) == 2
