@@ -10,6 +10,7 @@ compiling and each token may take. What passes them and still runs into one late
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -29,6 +30,9 @@ MAX_GRAMMAR_CHARACTERS = 200_000
 MAX_REASON_CHARACTERS = 500
 MAX_CHOICES = 10_000
 CACHED_GRAMMARS = 256
+
+RULE_IS = "//: "
+"""Begins a line of a grammar in Lark that says what the rule below it is, for errors."""
 
 _GUARD = "\x02"
 """A character that no merge reaches across."""
@@ -93,7 +97,7 @@ class GrammarCompiler:
         try:
             compiled = self._compile(grammar)
         except ValueError as error:
-            reason = str(error)[:MAX_REASON_CHARACTERS]
+            reason = _explain(str(error), grammar)[:MAX_REASON_CHARACTERS]
             raise InvalidRequest(f"{grammar.param}: {reason}", param=grammar.param) from None
         with self._lock:
             self._compiled[key] = compiled
@@ -119,6 +123,17 @@ class GrammarCompiler:
                 ends = list(self._end_token_ids)
                 self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(names), eos_token=ends)
             return self._vocabulary
+
+
+_PLACE = re.compile(r"at (\d+)\(\d+\): (.*)")
+
+
+def _explain(reason: str, grammar: Grammar) -> str:
+    """What is wrong; of a rule that has `RULE_IS` above it, in the words that follow there, and not by its place."""
+    if grammar.kind is not GrammarKind.LARK or (place := _PLACE.match(reason)) is None:
+        return reason
+    above = grammar.text.split("\n")[max(0, int(place[1]) - 2)]
+    return f"{above.removeprefix(RULE_IS)}: {place[2]}" if above.startswith(RULE_IS) else reason
 
 
 class _Vocabulary:

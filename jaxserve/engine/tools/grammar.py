@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.constraint import Grammar, GrammarKind
-from jaxserve.engine.grammar import JSON_OPTIONS
+from jaxserve.engine.grammar import JSON_OPTIONS, RULE_IS
 from jaxserve.engine.json_schema import prepare_schema
 from jaxserve.engine.tools.formats import Syntax
 from jaxserve.engine.tools.gemma_schema import gemma_rules
@@ -118,7 +118,7 @@ _SPACE = "SPACE: /[ \\n]{0,4}/"
 def _answer_rule(answer: Grammar) -> str:
     match answer.kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"answer: %json {inline_json(json.loads(answer.text))}"
+            return f"{RULE_IS}the schema\nanswer: %json {inline_json(json.loads(answer.text))}"
         case GrammarKind.CHOICE:
             return "answer: " + " | ".join(map(json.dumps, json.loads(answer.text)))
         case GrammarKind.REGEX:
@@ -226,7 +226,7 @@ class _Lark:
             arguments = inline_json(schema)
         except ValueError as error:
             raise ValueError(f"the parameters of {function.name!r:.100}: {error}") from None
-        return [f"{name}: %json {arguments}"]
+        return [f"{RULE_IS}the parameters of {function.name!r:.100}", f"{name}: %json {arguments}"]
 
 
 def _object_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -164,6 +164,18 @@ def test_what_cannot_be_held_to_is_refused_with_the_function_s_name(name: str) -
         required_calls(writing(name), [Function("bad", {"type": "string"})], single=True)
 
 
+def test_what_does_not_compile_is_said_of_its_function() -> None:
+    functions = [WEATHER, Function("bad", {"properties": {"a": {"not": {"type": "string"}}}})]
+    for lark in (
+        required_calls(writing("hermes"), functions, single=True),
+        triggered_calls(writing("hermes"), functions, single=True),
+    ):
+        with pytest.raises(
+            InvalidRequest, match=r"^tools: the parameters of 'bad': failed to compile JSON schema: [^\n]*not[^\n]*$"
+        ):
+            COMPILERS["control"].compile(Grammar(GrammarKind.LARK, lark, "tools"))
+
+
 # --- Gemma's notation -------------------------------------------------------------------------------------------------
 
 REFERENCES = {
