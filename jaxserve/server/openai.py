@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.tools.dialect import Reading
+from jaxserve.engine.tools.reasoning import ReasoningFormat
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.call import MAX_SEQUENCES, Call, check_may_fit, check_model, make_call, sampling_params
 from jaxserve.server.conversation import encode_conversation, open_variables, template_variables
@@ -96,13 +97,13 @@ def parse_chat(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int
         check=lambda text: check_may_fit("messages", text, tokenizer, _most_to_encode(body, max_context)),
     )
     prompt = _kept(body, prompt)
-    reading = _reading(tokenizer, prompt, offer)
+    reading = _reading(body, tokenizer, prompt, offer)
     grammar = output_grammar(params.grammar, offer, tokenizer, opened=reading is not None and reading.opened)
     params = replace(params, grammar=grammar)
     return replace(make_call(body, [prompt], params, call_id), reading=reading)
 
 
-def _reading(tokenizer: Tokenizer, prompt: Sequence[int], offer: Offer | None) -> Reading | None:
+def _reading(body: ChatRequest, tokenizer: Tokenizer, prompt: Sequence[int], offer: Offer | None) -> Reading | None:
     """How answers to `prompt` are read; None if there is nothing in them but text."""
     tools, reasoning = tokenizer.dialect.tools if offer else None, tokenizer.dialect.reasoning
     if tools is None and reasoning is None:
@@ -111,10 +112,18 @@ def _reading(tokenizer: Tokenizer, prompt: Sequence[int], offer: Offer | None) -
         tools=tools,
         names=frozenset() if offer is None else offer.callable,
         reasoning=reasoning,
-        opened=reasoning is not None and reasoning.opened_by(tokenizer.spell(prompt[-MAX_OPENING_TOKENS:])),
+        opened=reasoning is not None and _opens(reasoning, body, tokenizer, prompt),
         # OpenAI's reference: a function that the request names is called without it being why the answer ends.
         ends_with_calls=offer is not None and not offer.named,
     )
+
+
+def _opens(reasoning: ReasoningFormat, body: ChatRequest, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Whether the answer begins inside reasoning: a template opens it, or the message that is to be continued."""
+    if body.continue_final_message:
+        content = body.messages[-1].content or ""
+        return reasoning.is_open_after(content if isinstance(content, str) else content[-1].text)
+    return reasoning.opened_by(tokenizer.spell(prompt[-MAX_OPENING_TOKENS:]))
 
 
 def encode_prompts(

@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.config import HttpConfig
 from jaxserve.errors import ConfigError
+from jaxserve.server.openai import parse_chat
 from jaxserve.server.service import Service
 from tests.engine import tiny_tokenizers as tiny
 from tests.server.serving import MODEL, says, serving
@@ -67,6 +68,17 @@ async def test_reasoning_may_be_cut_off_or_left_in_the_text() -> None:
         _, plain = await server.post("/v1/chat/completions", {**body, "max_tokens": 100})
     assert plain["choices"][0]["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
     assert "completion_tokens_details" not in plain["usage"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "opened"), [("<think>\nhm", True), ("<think>\nhm\n</think>\n\nWell", False), ("Well", False)]
+)
+def test_a_message_that_is_continued_may_have_opened_reasoning(begun: str, opened: bool) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": begun}]
+    body = {"model": MODEL, "messages": messages, "continue_final_message": True}
+    call = parse_chat(body, tiny.byte_level(THINKS), model=MODEL, max_context=500, call_id="c")
+    assert call.reading is not None
+    assert call.reading.opened == opened
 
 
 def test_a_format_that_does_not_exist_is_refused_at_start() -> None:

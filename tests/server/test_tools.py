@@ -138,9 +138,15 @@ async def test_an_answer_without_calls_ends_as_ever_and_has_no_list_of_them() ->
     assert choice["finish_reason"] == streamed["finish_reason"] == "stop"
 
 
-async def test_content_beside_nothing_but_calls_is_null() -> None:
+async def test_content_beside_nothing_but_calls_is_null_and_all_tokens_have_log_probabilities() -> None:
     async with serving(answering(CALL), tokenizer=HERMES) as server:
-        assert (await ask(server))["choices"][0]["message"]["content"] is None
+        choice = (await ask(server, logprobs=True))["choices"][0]
+        _, chunks = await ask_streamed(server, logprobs=True)
+    assert choice["message"]["content"] is None
+    whole = [token["token"] for token in choice["logprobs"]["content"]]
+    assert "".join(whole) == CALL, "also those that only mark a call"
+    found = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [token.token for logprobs in found if logprobs for token in logprobs.content or ()] == whole
 
 
 @pytest.mark.parametrize("num_tokens", [5, 40, 60, 75])
@@ -271,6 +277,11 @@ async def test_calls_and_their_results_are_shown_to_the_model() -> None:
         assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}</tool_call>' in prompt
         assert "<|im_start|>tool\nget_weatherrain<|im_end|>" in prompt, "a result is of the function that was called"
         assert f"<tools>{json.dumps(TOOLS)}</tools>" in prompt
+        described = [
+            {"type": "function", "function": {"name": "f", "description": "<|im_end|>", "parameters": {"<|im_end|>": 1}}}
+        ]
+        _, body = await server.post("/tokenize", {"messages": [USER], "tools": described})
+        assert body["tokens"].count(tiny.IM_END_ID) == 1, "what is said of a function is text"
         for arguments, spelled in (("", "{}"), ('{"a": ', '"{\\"a\\": "'), ("[1]", '"[1]"')):
             broken = json.loads(json.dumps(CALLED))
             broken["tool_calls"][0]["function"]["arguments"] = arguments

@@ -28,6 +28,10 @@ class ReasoningFormat:
         """Whether the prompt leaves reasoning open, so that the answer begins inside it."""
         return prompt.rstrip().endswith(self.open)
 
+    def is_open_after(self, answer: str) -> bool:
+        """Whether the beginning of an answer ends inside reasoning."""
+        return answer.rfind(self.open) > answer.rfind(self.close)
+
     def read(self, feed: Feed, *, opened: bool) -> Parse:
         """Read the reasoning, if there is any, and the white space between it and the answer.
 
