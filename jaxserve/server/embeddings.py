@@ -19,8 +19,8 @@ from jaxserve.request import INTERACTIVE_PRIORITY, PRIORITY_NAMES, Request, Samp
 from jaxserve.server.call import MAX_SEQUENCES, Call, check_model
 from jaxserve.server.form import Events
 from jaxserve.server.joining import Begun
-from jaxserve.server.openai import encode_prompts
-from jaxserve.server.schema.decoding import decode
+from jaxserve.server.openai import MAX_CONTEXTS_TO_CUT, encode_prompts
+from jaxserve.server.schema.decoding import decode, invalid
 from jaxserve.server.schema.embeddings import EmbeddingRequest
 
 
@@ -31,7 +31,13 @@ def parse_embeddings(
     body = decode(data, EmbeddingRequest)
     check_model(body.model, model)
     add_special_tokens = body.add_special_tokens is not False
-    texts = encode_prompts("input", body.input, tokenizer, max_context, add_special_tokens=add_special_tokens)
+    kept = body.truncate_prompt_tokens
+    if kept == 0:
+        raise invalid("truncate_prompt_tokens", "at least 1, or -1 for as many as fit", kept)
+    most = max_context if kept is None else max_context * MAX_CONTEXTS_TO_CUT
+    texts = encode_prompts("input", body.input, tokenizer, most, add_special_tokens=add_special_tokens)
+    if kept is not None:
+        texts = [(text, ids[-(max_context if kept == -1 else kept) :]) for text, ids in texts]
     if len(texts) > MAX_SEQUENCES:
         raise InvalidRequest(f"input: {len(texts)} inputs > {MAX_SEQUENCES} a request", param="input")
     for index, (_, ids) in enumerate(texts):

@@ -54,6 +54,21 @@ async def test_every_form_of_input() -> None:
             assert answer.usage.prompt_tokens == len(ids) + 2
 
 
+async def test_the_end_of_an_input_is_kept() -> None:
+    """`vllm bench serve` sends -1 with each."""
+    ids = BYTE_LEVEL.encode(TEXT)
+    async with serving() as server:
+        for kept, expected in ((-1, ids), (3, ids[-3:]), (1000, ids)):
+            answer = await embed(server, [TEXT, TEXT], extra_body={"truncate_prompt_tokens": kept})
+            alone = await embed(server, expected)
+            assert [each.embedding for each in answer.data] == [alone.data[0].embedding] * 2
+            assert answer.usage.prompt_tokens == 2 * len(expected)
+        long = [7, 8, 9] * 1000
+        cut = await embed(server, long, extra_body={"truncate_prompt_tokens": -1})
+        assert cut.usage.prompt_tokens == 512
+        assert cut.data[0].embedding == (await embed(server, long[-512:])).data[0].embedding
+
+
 async def test_the_spelling() -> None:
     async with serving() as server:
         body = {"model": MODEL, "input": TEXT}
@@ -92,7 +107,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": ["a"] * 2049}, "2049 prompts > 2048", "input"),
     ({"dimensions": 4}, "dimensions must be 8, as this model's states have, found 4", "dimensions"),
     ({"encoding_format": "int8"}, 'encoding_format must be one of "base64", "float"', "encoding_format"),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported", "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1, or -1", "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be", "truncate_prompt_tokens"),
     ({"user": 5}, "user must be a string", "user"),
     ({"inputs": "a"}, "unknown field 'inputs'; did you mean 'input'", "inputs"),
 ]
@@ -139,4 +155,4 @@ def test_the_readme_has_every_field() -> None:
         name for line in section.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line.split("|")[1])
     }
     assert names == set(EmbeddingRequest.__struct_fields__)
-    assert dict(limited_fields(EmbeddingRequest)) == {"truncate_prompt_tokens": ()}
+    assert not limited_fields(EmbeddingRequest)

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from jaxserve.server.schema.body import Refused, noun
-from jaxserve.server.schema.common import AnyRequest
+from jaxserve.server.schema.body import noun
+from jaxserve.server.schema.common import MAX_TOKENS, AnyRequest
 from jaxserve.server.schema.completions import PROMPT, Prompt
 
 
@@ -29,4 +29,7 @@ class EmbeddingRequest(AnyRequest, frozen=True, kw_only=True):
     add_special_tokens: (
         Annotated[bool, Meta(description="Begin texts as the model wants them to; true if not given.")] | None
     ) = None
-    truncate_prompt_tokens: Refused = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=MAX_TOKENS, description="Keep so many tokens of an input, the last; -1 for what fits.")]
+        | None
+    ) = None
