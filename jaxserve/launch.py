@@ -29,6 +29,7 @@ from jaxserve.engine.pinning import pin_prefix
 from jaxserve.engine.text import ChatRules, Tokenizer
 from jaxserve.engine.tiering import build_tier
 from jaxserve.errors import ModelLoadError
+from jaxserve.host.jump import JumpForward
 from jaxserve.host.prefix import PrefixTree, cost_aware
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.models.sharding import make_mesh
@@ -111,6 +112,7 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
         pacer=pacer,
         prefixes=prefix_tree(config.engine, model_config),
         tier=tier,
+        jump=JumpForward(bucket.num_single for bucket in runner.buckets if not bucket.chunk_tokens),
     )
     core = EngineCore(scheduler, runner, overlap=config.engine.overlap, on_step=pacer.observe if pacer else None)
     if config.engine.pin_prefix:

@@ -24,6 +24,7 @@ from jaxserve.device.build import build_runner
 from jaxserve.device.kv_scales import measure_scales
 from jaxserve.device.runner import DeviceRunner, Weights
 from jaxserve.engine.core import EngineCore, EngineStats
+from jaxserve.host.jump import NO_JUMPS, JumpForward
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.host.tier import HostTier
@@ -150,6 +151,7 @@ def run(
     eos_token_ids: tuple[int, ...] = (),
     prefixes: bool = False,
     tier: HostTier | None = None,
+    jump: JumpForward = NO_JUMPS,
     **limits: Any,
 ) -> Run:
     """Run `requests`, all added at once, through a fresh engine on `runner` until none is left.
@@ -164,6 +166,7 @@ def run(
         seed=0,
         prefixes=PrefixTree(runner.limits.page_size) if prefixes else None,
         tier=tier,
+        jump=jump,
     )
     core = EngineCore(scheduler, runner, overlap=overlap)
     outputs: dict[str, Output] = {}

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
+from checkpoints.checkpoint import open_checkpoint
+from jaxserve.config import EngineConfig, model_config_from_hf
+from jaxserve.constraint import Grammar, GrammarKind
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.runner import DeviceRunner
-from jaxserve.request import Request
+from jaxserve.engine.constraints import Constraints
+from jaxserve.host.jump import JumpForward
+from jaxserve.launch import _tokenizer
+from jaxserve.request import FinishReason, Request, SamplingParams
 from tests.cached import CACHED
 from tests.near_ties import assert_same_outputs
 from tests.real_engines import Output, PlanLog, checkpoint_runner, mixed_requests, run, run_alone
@@ -82,3 +89,45 @@ def test_more_devices_give_the_same(
     """9 query heads and 3 KV heads, which neither divides."""
     runner = checkpoint_runner(demo_model_path, dataclasses.replace(ENGINE, tensor_parallel=tensor_parallel), BUCKETS)
     assert_equal(alone, run(runner, requests).outputs)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["tea", "coffee", "water"]}, "maxItems": 2},
+        "address": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 15}}, "required": ["city"]},
+    },
+    "required": ["name", "age", "likes", "address"],
+    "additionalProperties": False,
+}
+
+
+def test_json_is_as_its_schema_has_it_however_it_runs(runner: DeviceRunner, demo_model_path: Path) -> None:
+    with open_checkpoint(demo_model_path) as checkpoint:
+        tokenizer = _tokenizer(checkpoint)
+        eos = model_config_from_hf(checkpoint.config).eos_token_ids
+    constraint = Constraints(tokenizer, runner.limits.vocab_size, eos).of(
+        SamplingParams(grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON)))
+    )
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt=tuple(tokenizer.encode(f"Person number {index} as JSON:\n")),
+            params=SamplingParams(temperature=0.0 if index < 4 else 0.8, seed=index, max_tokens=120),
+            constraint=constraint,
+        )
+        for index in range(8)
+    ]
+    expected = run(runner, requests, overlap=False, eos_token_ids=eos)
+    for output in expected.outputs.values():
+        assert output.finish_reason is FinishReason.STOP
+        jsonschema.validate(json.loads(tokenizer.decode(output.tokens)), PERSON)
+    for options in ({"overlap": True}, {"jump": JumpForward((1, 32))}, {"jump": JumpForward((1, 32)), "overlap": False}):
+        found = run(runner, requests, eos_token_ids=eos, **options)
+        assert {name: output.tokens for name, output in found.outputs.items()} == {
+            name: output.tokens for name, output in expected.outputs.items()
+        }
+    assert found.stats.num_steps < 0.8 * expected.stats.num_steps
+    assert runner.compiles_since_ready == 0

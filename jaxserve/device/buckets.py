@@ -63,12 +63,18 @@ def enumerate_buckets(limits: RunnerLimits) -> tuple[Bucket, ...]:
 
 
 def choose_bucket(buckets: tuple[Bucket, ...], num_single: int, chunk_tokens: int, chunk_rows: int) -> Bucket:
-    """The cheapest bucket that fits: fewest tokens, then fewest rows."""
-    fitting = [
-        bucket
-        for bucket in buckets
-        if bucket.num_single >= num_single and bucket.chunk_tokens >= chunk_tokens and bucket.chunk_rows >= chunk_rows
-    ]
+    """The cheapest bucket that fits: fewest tokens, then fewest rows.
+
+    In a bucket for rows of one token a longer row takes a place for each of its tokens: K and V of all of them are written
+    before any of them attends.
+    """
+
+    def fits(bucket: Bucket) -> bool:
+        if not bucket.chunk_tokens:
+            return bucket.num_single >= num_single + chunk_tokens
+        return bucket.num_single >= num_single and bucket.chunk_tokens >= chunk_tokens and bucket.chunk_rows >= chunk_rows
+
+    fitting = [bucket for bucket in buckets if fits(bucket)]
     assert fitting, f"no bucket for {num_single} single rows and {chunk_tokens} tokens in {chunk_rows} chunk rows"
     return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_rows))
 
@@ -76,5 +82,6 @@ def choose_bucket(buckets: tuple[Bucket, ...], num_single: int, chunk_tokens: in
 def bucket_for_plan(buckets: tuple[Bucket, ...], plan: StepPlan) -> Bucket:
     """The bucket that `plan` runs in. Only those for chunks give more than sampled tokens."""
     chunks = [row.count for row in plan.rows if row.count > 1]
-    least = any(row.targets or row.embed for row in plan.rows)
-    return choose_bucket(buckets, len(plan.rows) - len(chunks), max(sum(chunks), least), len(chunks))
+    if any(row.targets or row.embed for row in plan.rows):
+        buckets = tuple(bucket for bucket in buckets if bucket.chunk_tokens)
+    return choose_bucket(buckets, len(plan.rows) - len(chunks), sum(chunks), len(chunks))

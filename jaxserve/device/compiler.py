@@ -46,6 +46,11 @@ def step_options(bucket: Bucket) -> Options:
     return _ONEDNN if uses_onednn(bucket) else _CPU
 
 
+def sampling_options() -> Options:
+    """XLA options for programs that only sample."""
+    return _CPU if jax.default_backend() == "cpu" else {}
+
+
 def uses_onednn(bucket: Bucket) -> bool:
     """Whether oneDNN computes the products of this bucket's step, so that it is compiled anew at every start."""
     wanted = bucket.chunk_tokens == 0 and bucket.num_single in ONEDNN_DECODES

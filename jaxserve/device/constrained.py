@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.constraint import mask_size
+from jaxserve.device.compiler import sampling_options
 from jaxserve.device.pack import MAX_FORBIDDEN, NUM_SAMPLE_FIELDS, SampleRows, padding_sample, sample_fields, sample_rows
 from jaxserve.device.sampler import SlotState, choose_tokens
 from jaxserve.plan import Masks, RunnerLimits, StepPlan
@@ -50,7 +51,8 @@ class ConstrainedSampling:
         # Every device has all of it, and a kernel in it does not want to be split.
         whole = PartitionSpec()
         sharded = jax.shard_map(function, mesh=mesh, in_specs=(whole,) * 4, out_specs=(whole, whole), check_vma=False)
-        self._program = jax.jit(sharded, donate_argnums=(0,)).lower(slots, logits, result, upload).compile()
+        lowered = jax.jit(sharded, donate_argnums=(0,)).lower(slots, logits, result, upload)
+        self._program = lowered.compile(compiler_options=sampling_options())
 
     def __call__(
         self, slots: SlotState, logits: jax.Array, result: jax.Array, plan: StepPlan, places: list[int | None], masks: Masks

@@ -144,18 +144,20 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
     places: list[int | None] = []
     single, chunk, chunk_token, sample = 0, bucket.num_single, bucket.num_single, 0
     for row in plan.rows:
-        if row.count == 1:
-            place, token = single, single
-            single += 1
-        else:
-            place, token = chunk, chunk_token
+        num_pages = -(-(row.start + row.count) // limits.page_size)
+        if row.count > 1 and bucket.chunk_tokens:
+            own, token = slice(chunk, chunk + 1), chunk_token
+            rows[:, chunk] = (row.slot, row.start, row.count)
             chunk += 1
             chunk_token += row.count
+        else:  # a place for each of its tokens
+            own, token = slice(single, single + row.count), single
+            for offset in range(row.count):
+                rows[:, single + offset] = (row.slot, row.start + offset, 1)
+            single += row.count
         tokens[token : token + len(row.tokens)] = row.tokens
         tokens[token + len(row.tokens) : token + row.count] = FROM_DEVICE
-        rows[:, place] = (row.slot, row.start, row.count)
-        num_pages = -(-(row.start + row.count) // limits.page_size)
-        parts["block_table"][place, :num_pages] = row.pages[:num_pages]
+        parts["block_table"][own, :num_pages] = row.pages[:num_pages]
         num_targets = len(row.targets)
         if num_targets:
             known[0, num_known : num_known + num_targets] = np.arange(token, token + num_targets)

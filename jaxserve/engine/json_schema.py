@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from jaxserve.engine.json_finite import is_finite
+
 MAX_DEPTH = 64
 
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f]")
@@ -56,6 +58,8 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
         _spell_out_spaces(current)
         _spell_out_counts(current)
         pending.extend((path, child, depth + 1) for path, child in _children(where, current) if not isinstance(child, bool))
+    if not is_finite(schema):
+        raise ValueError("no text satisfies it: it requires itself in itself")
     return schema
 
 

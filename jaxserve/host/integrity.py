@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxserve.host.rows import importance
+from jaxserve.host.rows import importance, is_known
 from jaxserve.plan import StepPlan
 from jaxserve.request import Sequence
 
@@ -44,7 +44,7 @@ def check_in_flight(live: Iterable[Sequence], in_flight: Iterable[tuple[StepPlan
     for plan, seqs in in_flight:
         for seq, row in zip(seqs, plan.rows, strict=True):
             rows[seq] = rows.get(seq, 0) + 1
-            samples[seq] = samples.get(seq, 0) + row.sample
+            samples[seq] = samples.get(seq, 0) + (row.sample and not is_known(seq, row))
     for seq in live:
         where = f"sequence {seq.seq_id}"
         assert seq.rows_in_flight == rows.get(seq, 0), f"{where}: {seq.rows_in_flight} rows in flight, found {rows.get(seq)}"

@@ -8,15 +8,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from jaxserve.constraint import is_empty, without
+from jaxserve.constraint import is_empty, mask_of, without
 from jaxserve.errors import EngineError
+from jaxserve.host.rows import is_known
 from jaxserve.plan import Masks, PlanRow
 from jaxserve.request import Sequence
 
 logger = logging.getLogger(__name__)
 
 
-def masks_of(rows: Iterable[PlanRow], seqs: Iterable[Sequence]) -> tuple[Masks, list[Sequence]]:
+def masks_of(rows: Iterable[PlanRow], seqs: Iterable[Sequence], vocab_size: int) -> tuple[Masks, list[Sequence]]:
     """A mask for each row that wants one and whose sequence lives, None for others; and those whose constraint cannot say."""
     masks: list[bytes | None] = []
     failed = []
@@ -24,7 +25,8 @@ def masks_of(rows: Iterable[PlanRow], seqs: Iterable[Sequence]) -> tuple[Masks, 
         mask = None
         if row.masked and seq.finish_reason is None:
             try:
-                mask = _next_mask(seq)
+                known = seq.tokens[row.start + row.count] if is_known(seq, row) else None
+                mask = _next_mask(seq) if known is None else mask_of([known], vocab_size)
             except EngineError as error:
                 logger.warning("request %s: %s", seq.request.request_id, error)
                 failed.append(seq)

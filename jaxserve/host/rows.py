@@ -61,6 +61,7 @@ def new_sequence(
 ) -> Sequence:
     """The sequence of a valid `request`. `seed` may be any integer of 64 bits, signed or not."""
     params = request.params
+    assert request.constraint is not None or not params.restricts_tokens, "a restriction that nobody compiled"
     max_output = output_limit(request, limits)
     return Sequence(
         seq_id,
@@ -110,6 +111,19 @@ def add_scores(seq: Sequence, row: PlanRow, scores: tuple[TokenLogprobs, ...]) -
     num_known = len(seq.scores) - row.start
     assert num_known >= 0, f"sequence {seq.seq_id}: a row starts at {row.start}, scores end at {len(seq.scores)}"
     seq.scores += scores[num_known:]
+
+
+def take_token(seq: Sequence, token: int) -> FinishReason | None:
+    """Add an output token; why `seq` ends with it, or None if it goes on."""
+    seq.tokens.append(token)
+    if seq.matcher is not None:
+        seq.matcher.advance(token)
+    return reason_to_finish(seq)
+
+
+def is_known(seq: Sequence, row: PlanRow) -> bool:
+    """Whether the token that `row` samples, or will have sampled, is one that `seq` has taken as known."""
+    return row.start + row.count < len(seq.tokens)
 
 
 def reason_to_finish(seq: Sequence) -> FinishReason | None:

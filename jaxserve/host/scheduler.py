@@ -32,6 +32,7 @@ from jaxserve.host import integrity
 from jaxserve.host.admission import validate
 from jaxserve.host.fair import deadline_order
 from jaxserve.host.heap import SequenceHeap
+from jaxserve.host.jump import NO_JUMPS, JumpForward
 from jaxserve.host.masks import masks_of
 from jaxserve.host.memory import Found, Memory
 from jaxserve.host.pace import Pacer
@@ -40,11 +41,12 @@ from jaxserve.host.rows import (
     Draft,
     add_scores,
     check_can_progress,
+    is_known,
     lacks_one,
     make_row,
     new_sequence,
     pages_soon,
-    reason_to_finish,
+    take_token,
 )
 from jaxserve.host.running import Running
 from jaxserve.host.tier import HostTier
@@ -65,6 +67,7 @@ class Scheduler:
         clock: seconds, on which requests' deadlines are.
         prefixes: an empty tree to keep and share computed prefixes in; None to share nothing.
         tier: keeps what is evicted from `prefixes`, where the runner's host memory has slots for it; None for nothing.
+        jump: chooses who takes forced tokens without sampling them.
         pacer: chooses how many tokens of chunks go into a step beside decodes; None for as many as the limits allow.
 
     Raises:
@@ -82,6 +85,7 @@ class Scheduler:
         prefixes: PrefixTree | None = None,
         tier: HostTier | None = None,
         pacer: Pacer | None = None,
+        jump: JumpForward = NO_JUMPS,
     ) -> None:
         check_can_progress(limits, prefill_chunk)
         self._limits = self._usable = limits
@@ -90,6 +94,7 @@ class Scheduler:
         self._random = random.Random(seed)
         self._clock = clock
         self._pacer = pacer
+        self._jump = jump
         self.memory = Memory(limits.num_pages, limits.page_size, prefixes, tier)
         self._live: dict[str, Sequence] = {}
         self._running = Running(limits.max_seqs, limits.page_size, self.memory)
@@ -145,11 +150,10 @@ class Scheduler:
             InvalidRequest: it can never be served, or its id is live.
         """
         validate(request, self._usable)
-        assert request.constraint is not None or not request.params.restricts_tokens, "a restriction that nobody compiled"
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id!r} is live already; ids must be unique", param="request_id")
-        drawn_seed = self._random.getrandbits(64) if request.params.seed is None else request.params.seed
-        seq = new_sequence(request, self._next_seq_id, self._usable, self.eos_token_ids, seed=drawn_seed)
+        seed = self._random.getrandbits(64) if request.params.seed is None else request.params.seed
+        seq = new_sequence(request, self._next_seq_id, self._usable, self.eos_token_ids, seed=seed)
         self._next_seq_id += 1
         self._live[request.request_id] = seq
         self._waiting.push(seq)
@@ -350,9 +354,8 @@ class Scheduler:
     def masks(self, plan: StepPlan) -> tuple[Masks, list[TokenEvent]]:
         """What the constrained rows of the oldest plan in flight may sample, now that all before it is committed; and the last
         events of sequences whose constraint cannot say, which end with ERROR."""
-        oldest, seqs = self._in_flight[0]
-        assert plan is oldest, f"masks of step {plan.step_id} are asked for, step {oldest.step_id} is the oldest in flight"
-        masks, failed = masks_of(plan.rows, seqs)
+        assert plan is self._in_flight[0][0], f"masks of step {plan.step_id} are asked for, which is not the oldest in flight"
+        masks, failed = masks_of(plan.rows, self._in_flight[0][1], self._limits.vocab_size)
         return masks, [self._end(seq, FinishReason.ERROR) for seq in failed]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
@@ -360,7 +363,7 @@ class Scheduler:
         oldest, seqs = self._in_flight.popleft()
         assert plan is oldest, f"step {plan.step_id} is committed, step {oldest.step_id} is the oldest in flight"
         assert result.step_id == plan.step_id, f"the result of step {result.step_id} is not one of step {plan.step_id}"
-        events = []
+        events: dict[Sequence, TokenEvent] = {}
         for seq, row, tokens, logprobs in zip(seqs, plan.rows, result.tokens, result.logprobs, strict=True):
             seq.rows_in_flight -= 1
             if seq.finish_reason is not None:
@@ -369,22 +372,20 @@ class Scheduler:
                 seq.computed += row.count
             if row.targets:
                 add_scores(seq, row, result.scores[seq.seq_id])
-            if row.sample:
+            if row.sample and not is_known(seq, row):
                 seq.in_flight -= 1
                 if seq.max_output:
-                    events.append(self._commit_token(seq, tokens[0], logprobs))
+                    events[seq] = self._commit_token(seq, tokens[0], logprobs)
                 else:
                     event = self._end(seq, FinishReason.LENGTH)
-                    hidden = result.hidden.get(seq.seq_id, ())
-                    events.append(replace(event, prompt_logprobs=tuple(seq.scores), hidden=hidden))
-        return events
+                    events[seq] = replace(event, prompt_logprobs=tuple(seq.scores), hidden=result.hidden.get(seq.seq_id, ()))
+        for seq, reason in self._jump.extend(events, len(self._running)):
+            self._finish(seq, reason)
+        return list(events.values())
 
     def _commit_token(self, seq: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...]) -> TokenEvent:
         scores = () if seq.num_output or not seq.scores else tuple(seq.scores)
-        seq.tokens.append(token)
-        if seq.matcher is not None:
-            seq.matcher.advance(token)
-        reason = reason_to_finish(seq)
+        reason = take_token(seq, token)
         if reason is not None:
             self._finish(seq, reason)
         request_id, num_prompt = seq.request.request_id, seq.num_prompt

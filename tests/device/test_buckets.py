@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.device.buckets import bucket_for_plan, choose_bucket, doubling, enumerate_buckets, num_samples
+from jaxserve.device.buckets import Bucket, bucket_for_plan, choose_bucket, doubling, enumerate_buckets, num_samples
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan
 from jaxserve.request import SamplingParams
 
@@ -55,13 +56,26 @@ def test_every_plan_has_a_bucket_and_gets_the_cheapest(case: tuple[RunnerLimits,
 
     chosen = bucket_for_plan(buckets, plan_of(counts))
     assert chosen in buckets
-    assert chosen.num_single >= num_single
-    assert chosen.chunk_rows >= len(chunks)
-    assert chosen.chunk_tokens >= sum(chunks)
+
+    def fits(bucket: Bucket) -> bool:
+        if not bucket.chunk_tokens:
+            return bucket.num_single >= sum(counts)
+        has = bucket.num_single, bucket.chunk_rows, bucket.chunk_tokens
+        return all(room >= wanted for room, wanted in zip(has, (num_single, len(chunks), sum(chunks)), strict=True))
+
+    assert fits(chosen)
     assert num_samples(chosen, limits) >= len(counts)
     for other in buckets:
-        fits = other.num_single >= num_single and other.chunk_rows >= len(chunks) and other.chunk_tokens >= sum(chunks)
-        assert not fits or (other.num_tokens, other.num_rows) >= (chosen.num_tokens, chosen.num_rows)
+        assert not fits(other) or (other.num_tokens, other.num_rows) >= (chosen.num_tokens, chosen.num_rows)
+
+
+def test_what_only_chunks_give_has_a_bucket_for_chunks() -> None:
+    buckets = enumerate_buckets(RunnerLimits(8, 8, max_seqs=8, max_step_tokens=64, max_context=64, vocab_size=9))
+    for count in (1, 3):
+        (row,) = plan_of([count]).rows
+        assert bucket_for_plan(buckets, StepPlan(0, (row,))).chunk_tokens == 0
+        for asks in ({"targets": (1,)}, {"embed": True}):
+            assert bucket_for_plan(buckets, StepPlan(0, (replace(row, **asks),))).chunk_tokens
 
 
 @given(any_limits())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import jax
@@ -18,6 +19,7 @@ from jaxserve.device.runner import DeviceRunner
 from jaxserve.device.sampler import SlotState, empty_state, sample
 from jaxserve.device.step import pack_sampled
 from jaxserve.engine.token_sets import TokenSet
+from jaxserve.host.jump import JumpForward
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan
 from jaxserve.request import Request, SamplingParams
@@ -177,4 +179,63 @@ def test_the_same_tokens_alone_and_among_others_overlapped_or_not_and_preempted(
         assert {name: output.tokens for name, output in outputs.items()} == {n: o.tokens for n, o in reference.items()}
     unconstrained = run(runner, free, eos_token_ids=(0,)).outputs
     assert all(unconstrained[each.request_id].tokens == reference[each.request_id].tokens for each in free)
+    assert runner.compiles_since_ready == 0
+
+
+class Template:
+    """A constraint that leaves a choice at some places and forces the tokens between."""
+
+    def __init__(self, places: list[list[int]]) -> None:
+        self.places = places
+
+    def start(self) -> TemplateMatcher:
+        return TemplateMatcher(self.places)
+
+
+class TemplateMatcher:
+    def __init__(self, places: list[list[int]]) -> None:
+        self.left = list(places)
+
+    @property
+    def done(self) -> bool:
+        return not self.left
+
+    def mask(self) -> bytes:
+        return mask_of(self.left[0] if self.left else [0], TINY_MODEL.vocab_size)
+
+    def advance(self, token_id: int) -> None:
+        self.left = self.left[1:]
+
+    def forced(self) -> tuple[int, ...]:
+        return tuple(choices[0] for choices in itertools.takewhile(lambda choices: len(choices) == 1, self.left))
+
+
+@pytest.mark.slow
+def test_jumps_change_no_token(runner: DeviceRunner) -> None:
+    rng = random.Random(0)
+    vocab = TINY_MODEL.vocab_size
+
+    def places() -> list[list[int]]:
+        return [rng.sample(range(1, vocab), rng.choice([1, 1, 1, 30])) for _ in range(rng.randrange(5, 40))]
+
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt=tuple(rng.randrange(vocab) for _ in range(rng.randrange(1, 30))),
+            params=SamplingParams(temperature=index % 2, seed=index, max_tokens=60),
+            constraint=Template(places()) if index % 4 else None,
+        )
+        for index in range(16)
+    ]
+    sizes = [bucket.num_single for bucket in runner.buckets if not bucket.chunk_tokens]
+    for group in (requests, requests[1:2]):
+        for overlap in (True, False):
+            slow = run(runner, group, overlap=overlap, eos_token_ids=(0,))
+            quick = run(runner, group, overlap=overlap, eos_token_ids=(0,), jump=JumpForward(sizes))
+            assert {name: output.tokens for name, output in quick.outputs.items()} == {
+                name: output.tokens for name, output in slow.outputs.items()
+            }
+            assert quick.stats.num_steps <= slow.stats.num_steps
+        # Sixteen fill all four slots, one leaves places.
+        assert group == requests or quick.stats.num_steps < slow.stats.num_steps
     assert runner.compiles_since_ready == 0

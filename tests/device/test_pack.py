@@ -86,10 +86,18 @@ def round_trip(plan: StepPlan) -> tuple[Bucket, list[int | None], Any, Any, np.n
     return bucket, places, batch, samples, token_slots
 
 
-def row_places(plan: StepPlan, bucket: Bucket) -> list[int]:
-    """Where each row of the plan stands among the step's rows: rows of one token first."""
-    singles, chunks = iter(range(bucket.num_single)), iter(range(bucket.num_single, bucket.num_rows))
-    return [next(singles) if row.count == 1 else next(chunks) for row in plan.rows]
+def row_places(plan: StepPlan, bucket: Bucket) -> list[range]:
+    """Where each row of the plan stands among the step's rows: rows of one token first, and longer ones token by token where
+    there is no place for a longer row."""
+    places, single, chunk = [], 0, bucket.num_single
+    for row in plan.rows:
+        if row.count > 1 and bucket.chunk_tokens:
+            places.append(range(chunk, chunk + 1))
+            chunk += 1
+        else:
+            places.append(range(single, single + row.count))
+            single += row.count
+    return places
 
 
 @given(plans())
@@ -97,7 +105,7 @@ def test_tokens_stand_where_the_plan_says(plan: StepPlan) -> None:
     bucket, _, batch, _, token_slots = round_trip(plan)
     real = np.zeros(bucket.num_tokens, bool)
     for row, place in zip(plan.rows, row_places(plan, bucket), strict=True):
-        first = batch.row_offsets[place]
+        first = batch.row_offsets[place.start]
         mine = slice(first, first + row.count)
         assert not real[mine].any(), "two rows share a token"
         real[mine] = True
@@ -123,11 +131,13 @@ def test_rows_are_what_attention_expects(plan: StepPlan) -> None:
     assert offsets[-1] <= bucket.num_tokens
     places = row_places(plan, bucket)
     for row, place in zip(plan.rows, places, strict=True):
-        assert offsets[place + 1] - offsets[place] == row.count
-        assert batch.lengths[place] == row.start + row.count
+        each = row.count // len(place)
+        assert (offsets[np.array(place) + 1] - offsets[np.array(place)] == each).all()
+        np.testing.assert_array_equal(batch.lengths[place], row.start + each * (1 + np.arange(len(place))))
         used = -(-(row.start + row.count) // LIMITS.page_size)
-        np.testing.assert_array_equal(batch.block_table[place, :used], row.pages[:used])
-    padding = np.setdiff1d(np.arange(bucket.num_rows), places)
+        for one in place:
+            np.testing.assert_array_equal(batch.block_table[one, :used], row.pages[:used])
+    padding = np.setdiff1d(np.arange(bucket.num_rows), [one for place in places for one in place])
     assert (batch.lengths[padding] == 0).all()
 
 
@@ -144,7 +154,7 @@ def test_sampled_rows_carry_what_they_ask(plan: StepPlan) -> None:
         params = row.params
         expected = {
             "slot": row.slot,
-            "last_token": batch.row_offsets[stands] + row.count - 1,
+            "last_token": batch.row_offsets[stands.start] + row.count - 1,
             "next_position": row.start + row.count,
             "top_k": max(params.top_k, 0),
             "num_prompt": row.num_prompt,
@@ -168,7 +178,7 @@ def test_known_tokens_are_those_that_follow(plan: StepPlan) -> None:
     bucket, _, batch, _, _ = round_trip(plan)
     *_, known = jax.tree.map(np.asarray, unpacker(bucket)(pack(plan, bucket, LIMITS)[0]))
     expected = [
-        (batch.row_offsets[place] + i, target)
+        (batch.row_offsets[place.start] + i, target)
         for row, place in zip(plan.rows, row_places(plan, bucket), strict=True)
         for i, target in enumerate(row.targets)
     ]

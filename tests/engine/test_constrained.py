@@ -12,11 +12,12 @@ from jaxserve.constraint import is_empty, mask_of
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.token_sets import TokenSet
 from jaxserve.errors import EngineError
+from jaxserve.host.jump import JumpForward
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import FinishReason, Request, SamplingParams
-from tests.engine.grammars import END_ID, TOKENIZER, VOCAB_SIZE, compiled, json_schema, regex
+from tests.engine.grammars import END_ID, ID_OF_BYTE, TOKENIZER, VOCAB_SIZE, compiled, json_schema, regex
 from tests.fakes import FakeRunner, InjectedFailure, expected_output
 
 LIMITS = RunnerLimits(num_pages=400, page_size=4, max_seqs=6, max_step_tokens=24, max_context=200, vocab_size=VOCAB_SIZE)
@@ -45,10 +46,16 @@ def request(name, constraint=None, *, num_prompt=3, priority=0, **params):
 class Engine:
     """A core over a `FakeRunner`, run to its end with every check."""
 
-    def __init__(self, *, overlap, limits=LIMITS, prefill_chunk=16, prefixes=False, **runner):
+    def __init__(self, *, overlap, limits=LIMITS, prefill_chunk=16, prefixes=False, jumps=(), **runner):
         self.runner = FakeRunner(limits, **runner)
-        tree = PrefixTree(limits.page_size) if prefixes else None
-        self.scheduler = Scheduler(limits, prefill_chunk=prefill_chunk, eos_token_ids=(END_ID,), seed=1, prefixes=tree)
+        self.scheduler = Scheduler(
+            limits,
+            prefill_chunk=prefill_chunk,
+            eos_token_ids=(END_ID,),
+            seed=1,
+            prefixes=PrefixTree(limits.page_size) if prefixes else None,
+            jump=JumpForward(jumps),
+        )
         self.core = EngineCore(self.scheduler, self.runner, overlap=overlap)
 
     def run(self, *requests):
@@ -209,6 +216,63 @@ class TestTrouble:
             Engine(overlap=True).core.add(request("a", allowed_token_ids=(1,)))
 
 
+class TestJumps:
+    """Forced tokens are taken without sampling each, where the next step has places for them."""
+
+    SIZES = (1, 4, 6)
+
+    @both
+    def test_a_forced_text_takes_few_steps_and_the_same_tokens(self, overlap):
+        each = request("a", compiled(json_schema(COLOURS)))
+        slow = Engine(overlap=overlap)
+        quick = Engine(overlap=overlap, jumps=self.SIZES)
+        assert quick.run(each) == slow.run(each)
+        assert quick.runner.num_steps <= 0.75 * slow.runner.num_steps
+
+    @both
+    def test_log_probabilities_are_sampled_one_by_one(self, overlap):
+        each = request("a", compiled(json_schema(COLOURS)), logprobs=1)
+        slow, quick = Engine(overlap=overlap), Engine(overlap=overlap, jumps=self.SIZES)
+        assert quick.run(each) == slow.run(each)
+        assert quick.runner.num_steps == slow.runner.num_steps
+
+    @both
+    @pytest.mark.parametrize("max_tokens", range(1, 12))
+    def test_a_jump_ends_where_the_output_does(self, overlap, max_tokens):
+        each = request("a", compiled(json_schema(COLOURS)), max_tokens=max_tokens)
+        engine = Engine(overlap=overlap, jumps=self.SIZES)
+        assert engine.run(each)["a"] == expected(engine.runner, each)
+
+    @both
+    def test_a_stop_token_among_forced_ones_ends_it(self, overlap):
+        each = request("a", compiled(regex("[ab]qqzqq")), stop_token_ids=(ID_OF_BYTE[ord("z")],))
+        engine = Engine(overlap=overlap, jumps=self.SIZES)
+        tokens, reason = engine.run(each)["a"]
+        assert (text_of(tokens)[1:], reason) == ("qqz", FinishReason.STOP)
+        assert (tokens, reason) == expected(engine.runner, each)
+
+    @pytest.mark.parametrize(
+        ("num_rows", "wanted", "room"),
+        [
+            (1, 0, 0),
+            (1, 1, 1),  # 16 places instead of 9 for one token more, a step of 9 saved
+            (1, 7, 7),
+            (1, 100, 31),
+            (8, 1, 0),  # 24 instead of 16 for an eighth of a step
+            (8, 4, 0),
+            (8, 5, 5),
+            (6, 1, 1),
+            (6, 2, 2),
+            (6, 3, 2),
+            (32, 5, 0),
+            (40, 5, 0),
+            (0, 5, 0),
+        ],
+    )
+    def test_it_pays(self, num_rows, wanted, room):
+        assert JumpForward((8, 1, 32, 16)).room(num_rows, wanted) == room
+
+
 class TestTokenSets:
     def make(self, allowed=range(VOCAB_SIZE), forbidden=(), end=(END_ID,)):
         return TokenSet(mask_of(allowed, VOCAB_SIZE), forbidden, mask_of(end, VOCAB_SIZE))
@@ -274,10 +338,11 @@ schemas = st.recursive(
     small_pool=st.booleans(),
     prefixes=st.booleans(),
     prefill_chunk=st.sampled_from([3, 24]),
+    jumps=st.sampled_from([(), (1, 4, 6), (24,)]),
 )
-def test_outputs_of_random_schemas_are_valid(chosen, num_choices, overlap, small_pool, prefixes, prefill_chunk):
+def test_outputs_of_random_schemas_are_valid(chosen, num_choices, overlap, small_pool, prefixes, prefill_chunk, jumps):
     limits = SMALL_POOL if small_pool else LIMITS
-    engine = Engine(overlap=overlap, limits=limits, prefixes=prefixes, prefill_chunk=prefill_chunk)
+    engine = Engine(overlap=overlap, limits=limits, prefixes=prefixes, prefill_chunk=prefill_chunk, jumps=jumps)
     schema_of, requests = {}, []
     for number, schema in enumerate(chosen):
         constraint = compiled(json_schema(schema))

@@ -1,11 +1,14 @@
 """Grammars: what compiles, what each lets through, what is refused and how, and what hostile ones cost."""
 
+import contextlib
 import json
 import re
 import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.constraint import Grammar, GrammarKind
 from jaxserve.engine import grammar as grammar_module
@@ -85,6 +88,19 @@ class TestKinds:
         assert accepts(json_schema(schema), '{"a":1,"b":"x"}')
         for text in ('{"\\u0061":"x"}', '{"a":1,"a":"x"}', '{"b":"x","a":"y"}'):
             assert not accepts(json_schema(schema), text)
+
+    @pytest.mark.parametrize(
+        ("schema", "good"),
+        [
+            ({"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}, '{"a":{"a":{}}}'),
+            ({"type": "array", "items": {"$ref": "#"}}, "[[],[[]]]"),
+            ({"anyOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"type": "null"}]}, "[[null]]"),
+            ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}, "$ref": "#/$defs/a"}, "null"),
+            ({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, '{"a":null}'),
+        ],
+    )
+    def test_schemas_that_refer_to_themselves(self, schema, good):
+        assert accepts(json_schema(schema), good)
 
 
 class TestMatcher:
@@ -176,6 +192,10 @@ class TestRefusals:
         [
             ({"type": "not-a-type"}, "not-a-type"),
             ({"$ref": "#"}, "no text satisfies it"),
+            ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "requires itself in itself"),
+            ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "requires itself in itself"),
+            ({"$defs": {"a/b": {"allOf": [{"$ref": "#/$defs/a~1b"}]}}, "$ref": "#/$defs/a~1b"}, "no text satisfies it"),
+            ({"anyOf": [{"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}]}, "requires itself in itself"),
             ({"$ref": "#/$defs/missing"}, "/\\$defs/missing"),
             ({"$ref": "https://example.com/schema.json"}, "example.com"),
             ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
@@ -245,6 +265,26 @@ class TestRefusals:
     )
     def test_spaces_as_ecma_has_them(self, pattern, expected):
         assert ecma_spaces(pattern) == expected
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["#", "#/$defs/a", "string", "object", "a", "\0", "["]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "type", "$ref"]), inner, max_size=3),
+    max_leaves=4,
+)
+KEYWORDS = st.sampled_from(
+    [
+        *("type", "properties", "required", "items", "prefixItems", "minItems", "maxItems", "enum", "const", "anyOf", "allOf"),
+        *("oneOf", "$ref", "$defs", "additionalProperties", "patternProperties", "pattern", "minProperties", "format", "not"),
+        *("minimum", "multipleOf", "maxLength", "nullable", "x-guidance", "$id", "$anchor", "definitions"),
+    ]
+)
+
+
+@given(st.recursive(VALUES, lambda inner: st.dictionaries(KEYWORDS, inner, max_size=4), max_leaves=6))
+def test_any_json_compiles_or_is_refused(schema):
+    with contextlib.suppress(InvalidRequest):
+        COMPILER.compile(json_schema(schema)).start().mask()
 
 
 class TestCost:
