@@ -97,7 +97,12 @@ PERSON = {
         "name": {"type": "string", "maxLength": 20},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "likes": {"type": "array", "items": {"enum": ["tea", "coffee", "water"]}, "maxItems": 2},
-        "address": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 15}}, "required": ["city"]},
+        "address": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 15}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
     },
     "required": ["name", "age", "likes", "address"],
     "additionalProperties": False,

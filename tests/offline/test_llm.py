@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxserve
+from jaxserve.constraint import Grammar, GrammarKind
 from jaxserve.engine.output import ShownToken
 from jaxserve.errors import ConfigError, EngineError, InvalidRequest
 from jaxserve.offline import LLM, Completion
@@ -212,3 +213,18 @@ def test_the_package_gives_them_lazily() -> None:
         _ = jaxserve.LMM
     code = "import sys, jaxserve; jaxserve.LLM; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_grammars_allowed_ids_and_bad_words() -> None:
+    engine = toy_engine()
+    llm = LLM.from_engine(engine)
+    (choice,) = llm.generate("hello", SamplingParams(grammar=Grammar(GrammarKind.CHOICE, '["yes","no"]'), max_tokens=20))
+    assert (choice.text in ("yes", "no"), choice.finish_reason) == (True, FinishReason.STOP)
+    (only,) = llm.generate("hello", SamplingParams(allowed_token_ids=(30, 60, 90), max_tokens=20))
+    assert set(only.token_ids) == {30, 60, 90}
+    word = engine.tokenizer.decode([60])
+    (without,) = llm.generate("hello", SamplingParams(allowed_token_ids=(30, 60, 90), bad_words=(word,), max_tokens=20))
+    assert set(without.token_ids) == {30, 90}
+    with pytest.raises(InvalidRequest, match=r"prompt 1: grammar: .*regex"):
+        llm.generate(["a", "b"], [SamplingParams(), SamplingParams(grammar=Grammar(GrammarKind.REGEX, "("))])
+    assert not engine.core.has_work

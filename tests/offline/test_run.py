@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,20 @@ def test_logprobs_of_plain_lines(runs: Runs) -> None:
     completion, chat = runs.results()
     assert len(completion["logprobs"]["tokens"]) >= completion["usage"]["completion_tokens"] - 1
     assert len(chat["logprobs"]["content"]) >= chat["usage"]["completion_tokens"] - 1
+
+
+def test_structured_output(runs: Runs) -> None:
+    unknown_type = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "?"}}}
+    runs.write(
+        [
+            {"prompt": "once", "structured_outputs": {"regex": "[ab]{3}"}},
+            {"prompt": "once", "response_format": unknown_type},
+        ]
+    )
+    assert runs() == 3
+    good, bad = runs.results()
+    assert re.fullmatch("[ab]{3}", good["text"])
+    assert bad["error"]["param"] == "response_format.json_schema.schema"
 
 
 def test_a_file_without_requests_gives_an_empty_output(runs: Runs) -> None:
