@@ -320,6 +320,7 @@ class TokenEvent:
         num_cached: prompt tokens that were cached and not computed.
         prompt_logprobs: of every prompt token after the first, in the first event of a request that asked, else empty.
         hidden: the final hidden state of the last prompt token, in the only event of an embedding, else empty.
+        problem: what the request itself ended with ERROR for; "" where the engine failed under it, or nothing did.
     """
 
     request_id: str
@@ -331,6 +332,7 @@ class TokenEvent:
     num_cached: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hidden: tuple[float, ...] = ()
+    problem: str = ""
 
     def merged(self, later: TokenEvent) -> TokenEvent:
         """This event and the next one of the same request, as one."""

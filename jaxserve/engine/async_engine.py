@@ -21,7 +21,7 @@ from typing import Protocol
 
 from jaxserve.engine.core import EngineStats
 from jaxserve.engine.token_stream import TokenStream
-from jaxserve.errors import EngineError, JaxserveError, NotReady, RequestTimeout
+from jaxserve.errors import EngineError, InvalidRequest, JaxserveError, NotReady, RequestTimeout
 from jaxserve.host.admission import Admission
 from jaxserve.request import FinishReason, Request, TokenEvent
 
@@ -44,6 +44,12 @@ class Core(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def drop_cache(self) -> int: ...
     def stats(self) -> EngineStats: ...
+
+
+def _failure(event: TokenEvent) -> JaxserveError:
+    if event.problem:
+        return InvalidRequest(event.problem)
+    return EngineError("the engine failed while it worked on this request")
 
 
 def _timeout(event: TokenEvent) -> RequestTimeout:
@@ -191,7 +197,7 @@ class AsyncEngine:
             if event.finish_reason is not None:
                 self._forget(event.request_id)
             if event.finish_reason is FinishReason.ERROR:
-                stream.fail(event.request_id, EngineError("the engine failed while it worked on this request"))
+                stream.fail(event.request_id, _failure(event))
             elif event.finish_reason is FinishReason.TIMEOUT:
                 stream.fail(event.request_id, _timeout(event))
             else:

@@ -5,7 +5,6 @@ Pure of the scheduler's state: knows neither plans in flight nor who ends for wh
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 from jaxserve.constraint import is_empty, mask_of, without
@@ -14,11 +13,10 @@ from jaxserve.host.rows import is_known
 from jaxserve.plan import Masks, PlanRow
 from jaxserve.request import Sequence
 
-logger = logging.getLogger(__name__)
 
-
-def masks_of(rows: Iterable[PlanRow], seqs: Iterable[Sequence], vocab_size: int) -> tuple[Masks, list[Sequence]]:
-    """A mask for each row that wants one and whose sequence lives, None for others; and those whose constraint cannot say."""
+def masks_of(rows: Iterable[PlanRow], seqs: Iterable[Sequence], vocab_size: int) -> tuple[Masks, list[tuple[Sequence, str]]]:
+    """A mask for each row that wants one and whose sequence lives, None for others; and those whose constraint cannot
+    say, with the reason."""
     masks: list[bytes | None] = []
     failed = []
     for row, seq in zip(rows, seqs, strict=True):
@@ -28,8 +26,7 @@ def masks_of(rows: Iterable[PlanRow], seqs: Iterable[Sequence], vocab_size: int)
                 known = seq.tokens[row.start + row.count] if is_known(seq, row) else None
                 mask = _next_mask(seq) if known is None else mask_of([known], vocab_size)
             except EngineError as error:
-                logger.warning("request %s: %s", seq.request.request_id, error)
-                failed.append(seq)
+                failed.append((seq, str(error)))
         masks.append(mask)
     return tuple(masks), failed
 

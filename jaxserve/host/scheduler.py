@@ -356,7 +356,7 @@ class Scheduler:
         events of sequences whose constraint cannot say, which end with ERROR."""
         assert plan is self._in_flight[0][0], f"masks of step {plan.step_id} are asked for, which is not the oldest in flight"
         masks, failed = masks_of(plan.rows, self._in_flight[0][1], self._limits.vocab_size)
-        return masks, [self._end(seq, FinishReason.ERROR) for seq in failed]
+        return masks, [replace(self._end(seq, FinishReason.ERROR), problem=problem) for seq, problem in failed]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Take in the result of the oldest plan in flight; one event for each sequence that got a token or ended."""

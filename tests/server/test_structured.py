@@ -145,6 +145,17 @@ async def test_allowed_and_bad_words() -> None:
         assert "!P" not in text_of(answer)
 
 
+async def test_a_grammar_that_becomes_too_complex_ends_its_own_request() -> None:
+    async with serving() as server:
+        body = {**COMPLETION, "structured_outputs": {"regex": "(?:a?){2000}a{2000}"}}
+        other = asyncio.create_task(server.post("/v1/completions", {**COMPLETION, "ignore_eos": True}))
+        status, answer = await server.post("/v1/completions", body)
+        assert status == 400
+        assert "could not be followed" in answer["error"]["message"]
+        assert (await other)[0] == 200
+        assert (await server.get("/health"))[0] == 200
+
+
 async def test_a_slow_grammar_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as server:
         constraints = server.service.require_model().constraints
