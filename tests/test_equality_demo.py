@@ -134,5 +134,5 @@ def test_json_is_as_its_schema_has_it_however_it_runs(runner: DeviceRunner, demo
         assert {name: output.tokens for name, output in found.outputs.items()} == {
             name: output.tokens for name, output in expected.outputs.items()
         }
-    assert found.stats.num_steps < 0.8 * expected.stats.num_steps
+    assert found.stats.num_steps < expected.stats.num_steps
     assert runner.compiles_since_ready == 0

@@ -47,11 +47,7 @@ class ConstrainedSampling:
         logits = abstract((limits.vocab_size, num_rows), np.float32)
         result = abstract((num_rows, result_width), np.int32)
         upload = abstract((num_rows, upload_width(limits.vocab_size)), np.int32)
-        function = make_constrain(draw_impl, limits.vocab_size)
-        # Every device has all of it, and a kernel in it does not want to be split.
-        whole = PartitionSpec()
-        sharded = jax.shard_map(function, mesh=mesh, in_specs=(whole,) * 4, out_specs=(whole, whole), check_vma=False)
-        lowered = jax.jit(sharded, donate_argnums=(0,)).lower(slots, logits, result, upload)
+        lowered = jit_constrain(draw_impl, limits.vocab_size, mesh).lower(slots, logits, result, upload)
         self._program = lowered.compile(compiler_options=sampling_options())
 
     def __call__(
@@ -61,6 +57,15 @@ class ConstrainedSampling:
         upload = pack_masks(plan, places, masks, self._num_rows, self._limits)
         slots, result = self._program(slots, logits, result, jax.device_put(upload, self._everywhere))
         return slots, result
+
+
+def jit_constrain(draw_impl: str, vocab_size: int, mesh: Mesh) -> Any:
+    """The program over the mesh, with the slots donated."""
+    # Every device has all of it, and a kernel in it does not want to be split.
+    whole = PartitionSpec()
+    function = make_constrain(draw_impl, vocab_size)
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=(whole,) * 4, out_specs=(whole, whole), check_vma=False)
+    return jax.jit(sharded, donate_argnums=(0,))
 
 
 def upload_width(vocab_size: int) -> int:
