@@ -105,9 +105,8 @@ class BatchRun:
     @property
     def counts(self) -> Counts:
         """What is done so far."""
-        if self._work is None:
-            return self.record.counts
-        return counts_of(self._work.journal, self._work.input_file.num_requests)
+        work = self._work
+        return self.record.counts if work is None else counts_of(work.journal, work.input_file.num_requests)
 
     async def run(self) -> None:
         """Go on until the batch has ended, whatever fails on the way; cancel it to stop, and run another one to carry on."""
@@ -140,44 +139,49 @@ class BatchRun:
 
     async def _go_on(self) -> None:
         try:
-            work = self._work = await self._prepare()
+            if (input_file := await self._prepare()) is not None:
+                await self._carry_out(await self._on_disk(self._open, input_file))
         except ConfigError as error:
             await self._fail((LineError(code="unreadable_input", message=str(error)),))
-            return
-        if work is None:
-            return
-        try:
-            ending = await self._answer_until_it_ends(work)
-            if ending is not BatchStatus.CANCELLED:
-                async with self._changing:
-                    if self.record.status is BatchStatus.CANCELLING:
-                        ending = BatchStatus.CANCELLED
-                    else:
-                        await self._change(BatchStatus.FINALIZING)
-            await self._finish(work, ending)
         finally:
-            self._work = None
-            await self._on_disk(work.journal.close)
+            await self._on_disk(self._close)
 
-    async def _prepare(self) -> _Work | None:
-        """Check the input, or open it again; None if it is wrong, which ends the batch."""
-        batch_id, batches = self.record.batch_id, self._place.store.batches
-        path = batches.input_path(batch_id)
-        if self.record.status is not BatchStatus.VALIDATING:
-            input_file = await self._through(InputFile, path)
-        else:
-            async with self._place.checking:
-                checked = await self._through(check_input, path, self.record.endpoint)
-            if checked.errors:
-                await self._fail(checked.errors)
-                return None
-            input_file = checked.file
+    def _open(self, input_file: InputFile) -> _Work:
+        """Open the journal. For the disk's thread, where it comes before `_close` also if nobody waits for it any more."""
+        fingerprint = {"batch": self.record.batch_id, "input": input_file.sha256}
+        path = self._place.store.batches.journal_path(self.record.batch_id)
+        self._work = _Work(input_file, Journal(path, fingerprint, input_file.num_lines))
+        return self._work
+
+    def _close(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.journal.close()
+
+    async def _carry_out(self, work: _Work) -> None:
+        ending = await self._answer_until_it_ends(work)
+        if ending is not BatchStatus.CANCELLED:
             async with self._changing:
-                if self.record.status is BatchStatus.VALIDATING:
-                    await self._change(BatchStatus.IN_PROGRESS, counts=Counts(total=input_file.num_requests))
-        fingerprint = {"batch": batch_id, "input": input_file.sha256}
-        journal = await self._on_disk(Journal, batches.journal_path(batch_id), fingerprint, input_file.num_lines)
-        return _Work(input_file, journal)
+                if self.record.status is BatchStatus.CANCELLING:
+                    ending = BatchStatus.CANCELLED
+                else:
+                    await self._change(BatchStatus.FINALIZING)
+        await self._finish(work, ending)
+
+    async def _prepare(self) -> InputFile | None:
+        """Check the input, or read it again; None if it is wrong, which ends the batch."""
+        path = self._place.store.batches.input_path(self.record.batch_id)
+        if self.record.status is not BatchStatus.VALIDATING:
+            return await self._through(InputFile, path)
+        async with self._place.checking:
+            checked = await self._through(check_input, path, self.record.endpoint)
+        if checked.errors:
+            await self._fail(checked.errors)
+            return None
+        async with self._changing:
+            if self.record.status is BatchStatus.VALIDATING:
+                await self._change(BatchStatus.IN_PROGRESS, counts=Counts(total=checked.file.num_requests))
+        return checked.file
 
     async def _answer_until_it_ends(self, work: _Work) -> BatchStatus:
         """Answer lines until there are none, or the batch is cancelled or expires: how it ends."""

@@ -481,6 +481,26 @@ async def test_a_key_that_is_gone_leaves_its_batch_alone(tmp_path: Path) -> None
         assert record.owner == "one"
 
 
+@pytest.mark.slow
+async def test_an_input_that_is_gone_or_another_ends_its_batch(tmp_path: Path) -> None:
+    """Nobody but the server changes the folder, so this ends it, rather than try for ever."""
+    batch_ids = []
+    async with batching(tmp_path, fake_engine(step_seconds=0.01)) as server:
+        for _ in range(2):
+            batch = await server.create(slow_lines(60))
+            await server.until(batch, "in_progress")
+            batch_ids.append(batch.id)
+    gone, changed = (tmp_path / "batches" / batch_id / "input.jsonl" for batch_id in batch_ids)
+    gone.unlink()
+    changed.unlink()
+    changed.write_bytes(jsonl(slow_lines(2)))
+    async with batching(tmp_path) as server:
+        for batch_id, message in zip(batch_ids, ("No such file or directory", "differs: input was"), strict=True):
+            done = await server.until(await server.client.batches.retrieve(batch_id))
+            assert done.status == "failed"
+            assert message in str(done.errors)
+
+
 # --- a disk that does not do what it is told --------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,9 @@ class StateFolder:
             ) from None
         except OSError as error:
             raise ConfigError(f"--state-dir {root}: {error.strerror}; name a folder that can be written") from None
-        os.truncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # it is only told to whoever comes second
+            os.truncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def close(self) -> None:
         """Let another server have it. Safe to call again."""
