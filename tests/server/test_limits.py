@@ -128,7 +128,7 @@ async def test_openai_s_client_does_not_repeat_what_ran_out_of_time() -> None:
 
 
 async def test_a_stream_whose_time_runs_out_says_so_in_band() -> None:
-    config = HttpConfig(port=0, request_timeout=0.1)
+    config = HttpConfig(port=0, request_timeout=0.5)
     async with serving(fake_engine(step_seconds=0.01), config=config) as server:
         async with server.http.post(server.url + "/v1/completions", json={**LONG, "stream": True}) as response:
             assert response.status == 200
