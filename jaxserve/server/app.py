@@ -6,6 +6,7 @@ Owns the application, the thread that loads, signals and the order of shutting d
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -239,6 +240,7 @@ def _call_in_thread(build: Callable[[], ServerParts], future: asyncio.Future[Ser
         parts, failure = None, None
         try:
             parts = build()
+            _leave_out_of_garbage_collection()
         except Exception as error:
             failure = error
         except BaseException as error:  # such as SystemExit, which would end this thread without a word
@@ -249,6 +251,13 @@ def _call_in_thread(build: Callable[[], ServerParts], future: asyncio.Future[Ser
             logger.info("loading ended after the server had stopped")
 
     threading.Thread(target=run, name="jaxserve-load", daemon=True).start()
+
+
+def _leave_out_of_garbage_collection() -> None:
+    """What is loaded by now stays: to look through all of it for garbage, again and again, would hold up every stream for a
+    tenth of a second or more each time."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _failure_of(loading: asyncio.Future[ServerParts]) -> None:

@@ -6,6 +6,7 @@ Owns the reading of bodies: handlers find them read, but for those of `FORM_ROUT
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -65,23 +66,34 @@ async def in_time(request: web.Request, seconds: float) -> AsyncIterator[None]:
     Raises:
         RequestTimeout: it did not.
     """
-    loop = asyncio.get_running_loop()
-    began = loop.time()
+    began = time.monotonic()
     try:
         async with asyncio.timeout(seconds) as clock:
-            timer: asyncio.TimerHandle | None = None
-
-            def extend() -> None:
-                nonlocal timer
-                if not clock.expired():
-                    clock.reschedule(began + seconds + request.content.total_bytes / MIN_BYTES_PER_SECOND)
-                    timer = loop.call_later(min(seconds, 1.0), extend)
-
-            extend()
+            extension = _Extension(clock, request, seconds)
             try:
                 yield
             finally:
-                if timer is not None:
-                    timer.cancel()
+                extension.stop()
     except TimeoutError:
-        raise RequestTimeout(f"the body did not come within {loop.time() - began:.0f} s") from None
+        raise RequestTimeout(f"the body did not come within {time.monotonic() - began:.0f} s") from None
+
+
+class _Extension:
+    """Puts a clock back as bytes come, once a second. An object, since a function that names itself would keep the body alive
+    until garbage is collected."""
+
+    def __init__(self, clock: asyncio.Timeout, request: web.Request, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock
+        self._content = request.content
+        self._since = self._loop.time() + seconds
+        self._every = min(seconds / 2, 1.0)
+        self._timer = self._loop.call_later(self._every, self._extend)
+
+    def _extend(self) -> None:
+        if not self._clock.expired():
+            self._clock.reschedule(self._since + self._content.total_bytes / MIN_BYTES_PER_SECOND)
+            self._timer = self._loop.call_later(self._every, self._extend)
+
+    def stop(self) -> None:
+        self._timer.cancel()
