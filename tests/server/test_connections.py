@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import time
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from jaxserve.config import HttpConfig
 from jaxserve.errors import ConfigError
@@ -93,6 +95,24 @@ async def test_the_largest_body_follows_the_context() -> None:
         object.__setattr__(model.terms.limits, "max_context", 1 << 20)
         assert service.max_body_bytes == 64 << 20
         object.__setattr__(model.terms.limits, "max_context", 512)
+
+
+async def test_a_body_is_gone_when_its_request_is() -> None:
+    """And does not wait until garbage is collected, which is rare and costs everyone: enormous ones would pile up."""
+    data = json.dumps(GOOD | {"prompt": [5] * 40_000}).encode()
+    gc.collect()
+    gc.disable()
+    try:
+        async with serving() as server, connect(server) as (reader, writer):
+            for _ in range(3):
+                writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(data) + data[:1000])
+                await asyncio.sleep(0.01)
+                writer.write(data[1000:])
+                assert (await read_reply(reader)).status == 400
+            requests = [item for item in gc.get_objects() if isinstance(item, web.Request)]
+            assert [len(request._read_bytes or b"") for request in requests if request._read_bytes] == []
+    finally:
+        gc.enable()
 
 
 # --- slow senders -----------------------------------------------------------------------------------------------------
