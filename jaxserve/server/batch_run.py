@@ -106,7 +106,9 @@ class BatchRun:
     def counts(self) -> Counts:
         """What is done so far."""
         work = self._work
-        return self.record.counts if work is None else counts_of(work.journal, work.input_file.num_requests)
+        if work is None or self.record.ended:
+            return self.record.counts
+        return counts_of(work.journal, work.input_file.num_requests)
 
     async def run(self) -> None:
         """Go on until the batch has ended, whatever fails on the way; cancel it to stop, and run another one to carry on."""
