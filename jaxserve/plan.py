@@ -29,7 +29,6 @@ class PlanRow:
         fresh: first row since the sequence took this slot; per-slot state is initialised from `params`.
         history: of a fresh row that starts after others' cached tokens, those tokens: ids of positions `[0, start)`.
         targets: the known ids that follow the row's first `len(targets)` positions, if their log probabilities are wanted.
-        embed: whether the final hidden state of the last position is wanted, where `sample` is set.
         masked: the row samples, and only among the tokens of a mask that comes later, by `StepHandle.constrain`.
     """
 
@@ -47,7 +46,6 @@ class PlanRow:
     fresh: bool
     history: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
-    embed: bool = False
     masked: bool = False
 
 
@@ -91,7 +89,8 @@ class StepResult:
         tokens: for each row of the plan, in order, the sampled ids: one where `sample` was set, else none.
         logprobs: likewise; empty tuples for rows that did not ask.
         scores: log probabilities of the targets of each row that has any, by `seq_id`.
-        hidden: final hidden states of rows that asked for one, by `seq_id`.
+        hidden: final hidden states at the last positions of rows that sample for requests without output (`max_tokens` is 0),
+            by `seq_id`.
     """
 
     step_id: int

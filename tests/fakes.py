@@ -255,7 +255,8 @@ class FakeRunner:
         for row in plan.rows:
             self._write_row(row)
         scores = {row.seq_id: self._score(row) for row in plan.rows if row.targets}
-        hidden = {row.seq_id: fake_hidden(self._slots[row.slot].tokens) for row in plan.rows if row.embed and row.sample}
+        silent = [row for row in plan.rows if row.sample and row.params.max_tokens == 0]
+        hidden = {row.seq_id: fake_hidden(self._slots[row.slot].tokens) for row in silent}
         samples = [self._sample(row) for row in plan.rows]
 
         def finish() -> StepResult:

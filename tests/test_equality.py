@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.runner import DeviceRunner
-from jaxserve.request import FinishReason, Request, TokenLogprobs
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from tests.cached import CACHED
 from tests.near_ties import assert_same_or_near_tie, assert_same_outputs
 from tests.real_engines import TINY_MODEL, Output, PlanLog, mixed_requests, run, run_alone, tiny_runner
@@ -108,6 +108,20 @@ def test_asking_for_logprobs_changes_no_token(runner: DeviceRunner, requests: li
     different = [key for key in alone if found[key].tokens != alone[key].tokens]
     assert len(different) <= 1
     assert not any(output.logprobs for output in found.values())
+
+
+def test_log_probabilities_of_a_prompt_in_a_batch_are_those_alone(runner: DeviceRunner, requests: list[Request]) -> None:
+    """Those of `transformers`, chunks of any size, the prefix cache and preemption are in `test_scores.py`."""
+    asks = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=2)
+    asking = [Request(request_id=r.request_id, prompt=r.prompt, params=asks) for r in requests[1:9]]
+    found = run(runner, asking, max_step_tokens=64).outputs
+    expected = run_alone(runner, asking[:3])
+    for request in asking[:3]:
+        key = request.request_id
+        output = expected[key]
+        values, batched = ([score.logprob for score in one.prompt_logprobs] for one in (output, found[key]))
+        assert len(values) == len(request.prompt) - 1
+        np.testing.assert_allclose(batched, values, rtol=0, atol=2e-4)
 
 
 # --- the comparison itself --------------------------------------------------------------------------------------------

@@ -73,6 +73,22 @@ def test_chunks_of_any_size_give_the_same(
     assert log.largest == min(chunk, len(requests[0].prompt))
 
 
+@pytest.mark.parametrize("name", DEMO_NAMES)
+def test_log_probabilities_of_a_prompt_are_what_transformers_gives(runner: DeviceRunner, name: str) -> None:
+    """Of the likeliest tokens, which is what there is to compare with."""
+    reference = load_demo(name)
+    prompt = tuple(reference.input_ids[:400].tolist())
+    asks = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    (output,) = run(runner, [Request(request_id="a", prompt=prompt, params=asks)], prefill_chunk=64).outputs.values()
+    expected = (reference.argmax_logit - reference.logsumexp)[: len(prompt) - 1]
+    found = [score.top[0] for score in output.prompt_logprobs]
+    np.testing.assert_allclose([value for _, value in found], expected, rtol=0, atol=2e-3)
+    likeliest = np.array([token_id for token_id, _ in found])
+    assert (likeliest == reference.argmax[: len(prompt) - 1]).mean() > 0.99
+    for score, token in zip(output.prompt_logprobs, prompt[1:], strict=True):
+        assert (score.rank == 1) == (score.logprob == score.top[0][1]) >= (token == score.top[0][0])
+
+
 def test_preempted_sequences_give_the_same(runner: DeviceRunner, text: np.ndarray) -> None:
     requests = mixed_requests(text, max_prompt=24, min_output=30)
     undisturbed = run(runner, requests, max_step_tokens=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,6 +117,19 @@ def test_preempted_ones_give_the_same(runner: DeviceRunner, requests: list[Reque
     found = run(runner, longer, num_pages=24, max_step_tokens=8, prefill_chunk=5, prefixes=prefixes)
     assert found.stats.num_preemptions >= 3
     assert_same_scores(run_alone(runner, longer), found.outputs)
+
+
+def test_two_devices_give_the_same(
+    reference: TinyReference, alone: dict[str, Output], requests: list[Request], tmp_path: Path
+) -> None:
+    """Whose vocabulary is split between them."""
+    path = write_hf_directory(reference, tmp_path / "model")
+    runner = checkpoint_runner(path, dataclasses.replace(ENGINE, tensor_parallel=2), BUCKETS)
+    assert_same_scores(alone, run(runner, requests).outputs)
+    embed = Request(request_id="a", prompt=requests[0].prompt, params=SamplingParams(max_tokens=0), embed=True)
+    hidden = run(runner, [embed]).outputs["a"].hidden
+    logits = reference.weights["lm_head.weight"] @ np.array(hidden)
+    np.testing.assert_allclose(logits, reference.logits[-1], rtol=0, atol=TOLERANCE)
 
 
 def test_a_prompt_again_gives_the_same(runner: DeviceRunner) -> None:

@@ -82,6 +82,6 @@ def choose_bucket(buckets: tuple[Bucket, ...], num_single: int, chunk_tokens: in
 def bucket_for_plan(buckets: tuple[Bucket, ...], plan: StepPlan) -> Bucket:
     """The bucket that `plan` runs in. Only those for chunks give more than sampled tokens."""
     chunks = [row.count for row in plan.rows if row.count > 1]
-    if any(row.targets or row.embed for row in plan.rows):
+    if any(row.targets or row.params.max_tokens == 0 for row in plan.rows):
         buckets = tuple(bucket for bucket in buckets if bucket.chunk_tokens)
     return choose_bucket(buckets, len(plan.rows) - len(chunks), sum(chunks), len(chunks))

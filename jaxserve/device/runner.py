@@ -93,7 +93,8 @@ class DeviceStep:
         return scores
 
     def _hidden(self) -> dict[int, tuple[float, ...]]:
-        asking = [(row, place) for row, place in zip(self.plan.rows, self.places, strict=True) if row.embed and row.sample]
+        pairs = zip(self.plan.rows, self.places, strict=True)
+        asking = [(row, place) for row, place in pairs if place is not None and row.params.max_tokens == 0]
         if not asking:
             return {}
         values = np.asarray(self.output.hidden)

@@ -6,12 +6,12 @@ Pure of the scheduler's state: knows neither slots nor pages of others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxserve.errors import ConfigError
 from jaxserve.host.admission import output_limit
 from jaxserve.plan import PlanRow, RunnerLimits
-from jaxserve.request import FinishReason, Request, Sequence, TokenLogprobs
+from jaxserve.request import FinishReason, Request, Sequence, TokenEvent, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -97,12 +97,14 @@ def make_row(seq: Sequence, count: int, *, fresh: bool) -> PlanRow:
     if sample:
         seq.in_flight += 1
     request = seq.request
+    params = request.params
     assert seq.slot is not None
     return PlanRow(
         seq.seq_id, seq.slot, start, count, tokens, seq.pages, sample,
-        len(request.prompt), request.params, seq.seed, seq.stop_ids, fresh,
+        len(request.prompt), params, seq.seed, seq.stop_ids, fresh,
         tuple(seq.tokens[:start]) if fresh else (),
-        request.prompt[start + 1 : end + 1] if seq.lacks_scores else (), request.embed, sample and seq.matcher is not None,
+        request.prompt[start + 1 : end + 1] if params.prompt_logprobs is not None and seq.lacks_scores else (),
+        sample and seq.matcher is not None,
     )  # fmt: skip
 
 
@@ -111,6 +113,11 @@ def add_scores(seq: Sequence, row: PlanRow, scores: tuple[TokenLogprobs, ...]) -
     num_known = len(seq.scores) - row.start
     assert num_known >= 0, f"sequence {seq.seq_id}: a row starts at {row.start}, scores end at {len(seq.scores)}"
     seq.scores += scores[num_known:]
+
+
+def with_prompt(event: TokenEvent, seq: Sequence, hidden: tuple[float, ...]) -> TokenEvent:
+    """`event`, which ends `seq` after its prompt, with all that was wanted of the prompt."""
+    return replace(event, prompt_logprobs=tuple(seq.scores), hidden=hidden if seq.request.embed else ())
 
 
 def take_token(seq: Sequence, token: int) -> FinishReason | None:

@@ -47,6 +47,7 @@ from jaxserve.host.rows import (
     new_sequence,
     pages_soon,
     take_token,
+    with_prompt,
 )
 from jaxserve.host.running import Running
 from jaxserve.host.tier import HostTier
@@ -377,14 +378,13 @@ class Scheduler:
                 if seq.max_output:
                     events[seq] = self._commit_token(seq, tokens[0], logprobs)
                 else:
-                    event = self._end(seq, FinishReason.LENGTH)
-                    events[seq] = replace(event, prompt_logprobs=tuple(seq.scores), hidden=result.hidden.get(seq.seq_id, ()))
+                    events[seq] = with_prompt(self._end(seq, FinishReason.LENGTH), seq, result.hidden[seq.seq_id])
         for seq, reason in self._jump.extend(events, len(self._running)):
             self._finish(seq, reason)
         return list(events.values())
 
     def _commit_token(self, seq: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...]) -> TokenEvent:
-        scores = () if seq.num_output or not seq.scores else tuple(seq.scores)
+        scores = tuple(seq.scores) if seq.scores and not seq.num_output else ()
         reason = take_token(seq, token)
         if reason is not None:
             self._finish(seq, reason)

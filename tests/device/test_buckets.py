@@ -74,7 +74,7 @@ def test_what_only_chunks_give_has_a_bucket_for_chunks() -> None:
     for count in (1, 3):
         (row,) = plan_of([count]).rows
         assert bucket_for_plan(buckets, StepPlan(0, (row,))).chunk_tokens == 0
-        for asks in ({"targets": (1,)}, {"embed": True}):
+        for asks in ({"targets": (1,)}, {"params": SamplingParams(max_tokens=0)}):
             assert bucket_for_plan(buckets, StepPlan(0, (replace(row, **asks),))).chunk_tokens
 
 
