@@ -69,12 +69,14 @@ class Round:
 
     Attributes:
         seconds: of the whole batch, prompts included.
+        cpu_seconds: of all threads of this process; on CPU that is what the batch cost, whoever else uses the machine.
         exposed_seconds: host time during which the device had nothing to do.
     """
 
     lengths: list[int]
     texts: list[str]
     seconds: float
+    cpu_seconds: float
     num_steps: int
     exposed_seconds: float
 
@@ -86,17 +88,18 @@ class Round:
 def run(engine: Engine, requests: Sequence[Request]) -> Round:
     """All `requests` at once, to their ends."""
     core, outputs = engine.core, {request.request_id: list[int]() for request in requests}
-    before, started = core.stats(), time.perf_counter()
+    before, started, cpu_started = core.stats(), time.perf_counter(), time.process_time()
     for request in requests:
         core.add(request)
     while core.has_work:
         for event in core.step():
             outputs[event.request_id] += event.tokens
-    seconds, after = time.perf_counter() - started, core.stats()
+    seconds, cpu_seconds, after = time.perf_counter() - started, time.process_time() - cpu_started, core.stats()
     return Round(
         [len(tokens) for tokens in outputs.values()],
         [engine.tokenizer.decode(tokens) for tokens in outputs.values()],
         seconds,
+        cpu_seconds,
         after.num_steps - before.num_steps,
         after.exposed_host_seconds - before.exposed_host_seconds,
     )
@@ -143,14 +146,16 @@ def compare(engine: Engine, count: int, params: SamplingParams, rounds: int) -> 
         found.append((pair[0], pair[1]))
         assert pair[0].lengths == pair[1].lengths
     whole = sum(_is_json(text) for text in warm.texts)
-    print(f"{count} sequences of {min(warm.lengths)} to {max(warm.lengths)} tokens, {whole} of them whole; {params}")
-    print(f"{'':>16}{'tokens/s':>10}{'ms a step':>11}{'exposed ms a step':>19}")
+    lengths = f"{min(warm.lengths)} to {max(warm.lengths)} tokens"
+    print(f"{count} sequences of {lengths}, {whole} of them whole, at temperature {params.temperature:g}")
+    print(f"{'':>16}{'tokens/s':>10}{'ms a step':>11}{'CPU ms a step':>15}{'exposed ms a step':>19}")
     for name, index in (("constrained", 0), ("free", 1)):
         one = [pair[index] for pair in found]
         rate = statistics.median(each.tokens_per_second for each in one)
         step = statistics.median(1e3 * each.seconds / each.num_steps for each in one)
+        cpu = statistics.median(1e3 * each.cpu_seconds / each.num_steps for each in one)
         exposed = statistics.median(1e3 * each.exposed_seconds / each.num_steps for each in one)
-        print(f"{name:>16}{rate:>10.1f}{step:>11.2f}{exposed:>19.3f}")
+        print(f"{name:>16}{rate:>10.1f}{step:>11.2f}{cpu:>15.2f}{exposed:>19.3f}")
     ratios = sorted(pair[0].tokens_per_second / pair[1].tokens_per_second for pair in found)
     print(f"ratio {statistics.median(ratios):.3f}, of rounds {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
     print(f"masks {masks.milliseconds:.2f} ms a step, handing them over {handing.milliseconds:.2f} ms", flush=True)
@@ -169,12 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.structured", description=__doc__.split("\n\n", 1)[0])
     parser.add_argument("--model", default="smollm2-135m-instruct", metavar="NAME")
     parser.add_argument("--seqs", type=int, default=16, metavar="N", help="sequences at once (default: 16)")
+    parser.add_argument("--max-seqs", type=int, metavar="N", help="places in a step (default: as many as sequences)")
     parser.add_argument("--tokens", type=int, default=160, metavar="N", help="output tokens at most (default: 160)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of each kind (default: 5)")
     args = parser.parse_args(argv)
     from jaxserve import launch
 
-    engine = launch.build_engine(ServeConfig(model=args.model, engine=EngineConfig(max_seqs=args.seqs)))
+    engine = launch.build_engine(ServeConfig(model=args.model, engine=EngineConfig(max_seqs=args.max_seqs or args.seqs)))
     for params in (SamplingParams(temperature=0.0, max_tokens=args.tokens), SamplingParams(max_tokens=args.tokens)):
         compare(engine, args.seqs, params, args.rounds)
     return 0
