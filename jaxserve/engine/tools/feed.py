@@ -16,6 +16,9 @@ WAIT = None
 Parse = Generator[Part | None, None, None]
 """A parser at work."""
 
+MAX_NAME = 256
+"""Characters of a function's name, where nothing but what follows it tells that it is one."""
+
 MAX_HELD_SPACE = 64
 """White space before a call is not content, so it is held back until something else comes; more than this is content."""
 
@@ -121,6 +124,23 @@ def read_until(feed: Feed, markers: tuple[str, ...], make: Callable[[str], Part]
             yield make(text)
         if marker or feed.ended:
             return marker
+        yield WAIT
+
+
+def read_before(feed: Feed, markers: tuple[str, ...], *, limit: int | None = None) -> Generator[None, None, tuple[str, str]]:
+    """Read past the first of `markers`; what comes before it, and which it is. If none comes, ("", "") and nothing is read.
+
+    Args:
+        limit: characters before it; where there are more, it does not come.
+    """
+    while True:
+        at, marker = find(feed, markers)
+        text = feed.text[feed.pos : at]
+        if (limit is not None and len(text) > limit) or (feed.ended and not marker):
+            return "", ""
+        if marker:
+            feed.pos = at + len(marker)
+            return text.strip(), marker
         yield WAIT
 
 

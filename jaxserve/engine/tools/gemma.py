@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from jaxserve.engine.tools.calls import Calls, read_value
 from jaxserve.engine.tools.feed import (
-    WAIT,
+    MAX_NAME,
     Feed,
     Parse,
     accept,
-    find,
     peek,
     put_back,
+    read_before,
     read_content,
     read_until,
     skip_space,
@@ -29,9 +29,6 @@ from jaxserve.engine.tools.parts import Part, Text
 from jaxserve.engine.tools.values import RawValue
 
 _NAME = re.compile(r"[\w.\-:/]+")
-
-MAX_NAME = 256
-"""Characters of a function's name; where there are more before the arguments, there is no call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +82,9 @@ FUNCTION_GEMMA = Tokens("<start_function_call>", "<end_function_call>", "<escape
 
 def _read_name(feed: Feed) -> Generator[None, None, str]:
     """Read a function's name; "" if no brace follows. The brace is left."""
-    name, brace = yield from _read_before(feed, ("{",), limit=MAX_NAME)
+    name, brace = yield from read_before(feed, ("{",), limit=MAX_NAME)
     feed.pos -= len(brace)
     return name if brace and _NAME.fullmatch(name) else ""
-
-
-def _read_before(feed: Feed, markers: tuple[str, ...], *, limit: int | None = None) -> Generator[None, None, tuple[str, str]]:
-    """Read past the first of `markers`; what comes before it, and which it is. If none comes, ("", "")."""
-    while True:
-        at, marker = find(feed, markers)
-        text = feed.text[feed.pos : at]
-        if (limit is not None and len(text) > limit) or (feed.ended and not marker):
-            return "", ""
-        if marker:
-            feed.pos = at + len(marker)
-            return text.strip(), marker
-        yield WAIT
 
 
 class _Arguments:
@@ -160,13 +144,13 @@ class _Arguments:
     def _read_key(self) -> Generator[Part | None, None, bool]:
         quote = yield from accept(self._feed, (self._quote, '"'))
         if quote:
-            key, end = yield from _read_before(self._feed, (quote,))
+            key, end = yield from read_before(self._feed, (quote,))
             colon = yield from skip_space(self._feed)
             if not end or colon != ":":
                 return False
             self._feed.pos += 1
         else:
-            key, end = yield from _read_before(self._feed, (":", ",", "}"))
+            key, end = yield from read_before(self._feed, (":", ",", "}"))
             if end != ":" or not key:
                 return False
         yield self._calls.arguments(f"{_dumps(key)}: ")
@@ -182,7 +166,7 @@ class _Arguments:
             return bool(end)
         if character == '"':
             return (yield from read_value(self._feed, RawValue(), self._calls))
-        text, end = yield from _read_before(self._feed, (",", "}", "]"))
+        text, end = yield from read_before(self._feed, (",", "}", "]"))
         self._feed.pos -= len(end)
         if text:
             yield self._calls.arguments(text if _is_json(text) else _dumps(text))

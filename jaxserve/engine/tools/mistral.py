@@ -13,14 +13,11 @@ import string
 from collections.abc import Generator
 
 from jaxserve.engine.tools.calls import Calls, Outcome, ReadCall, read_arguments, read_call, read_rest
-from jaxserve.engine.tools.feed import WAIT, Feed, Parse, find, put_back, read_content, skip_space
+from jaxserve.engine.tools.feed import MAX_NAME, Feed, Parse, put_back, read_before, read_content, skip_space
 from jaxserve.engine.tools.parts import Part, Text
 
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 MARKERS = (TOOL_CALLS, ARGS, CALL_ID)
-
-MAX_NAME = 256
-"""Characters between the tag and the arguments; where there are more, there is no call."""
 
 _NAME = re.compile(r"[^\s\[\]{}]+")
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -75,11 +72,11 @@ def _read_list(feed: Feed, calls: Calls) -> Generator[Part | None, None, bool]:
 
 def _read_named(feed: Feed, calls: Calls) -> ReadCall:
     """Read a name and, after a marker or a brace, the arguments."""
-    name, marker = yield from _read_before(feed, (ARGS, CALL_ID, "{"))
+    name, marker = yield from read_before(feed, (ARGS, CALL_ID, "{"), limit=MAX_NAME)
     if not _NAME.fullmatch(name) or not marker:
         return Outcome.NONE
     if marker == CALL_ID:
-        _, marker = yield from _read_before(feed, (ARGS, "{"))
+        _, marker = yield from read_before(feed, (ARGS, "{"), limit=MAX_NAME)
     feed.keep = None
     yield calls.begin(name)
     if marker == "{":
@@ -89,16 +86,3 @@ def _read_named(feed: Feed, calls: Calls) -> ReadCall:
     if outcome is Outcome.OPEN:
         yield from read_rest(feed, calls, (TOOL_CALLS,))
     return outcome
-
-
-def _read_before(feed: Feed, markers: tuple[str, ...]) -> Generator[None, None, tuple[str, str]]:
-    """Read past the first of `markers`; what comes before it, and which it is. Where it is not near, ("", "")."""
-    while True:
-        at, marker = find(feed, markers)
-        text = feed.text[feed.pos : at]
-        if len(text) > MAX_NAME or (feed.ended and not marker):
-            return "", ""
-        if marker:
-            feed.pos = at + len(marker)
-            return text.strip(), marker
-        yield WAIT
