@@ -218,6 +218,7 @@ class DeviceRunner:
                     progress(done, len(order))
             self._preparation, self._host_pages = preparation.result(), host_pages.result()
             self._constrained = {num: future.result() for num, future in constrained.items()}
+            release_freed_memory()
         finally:
             # Whoever interrupts this does not want to wait for what has not begun.
             pool.shutdown(wait=False, cancel_futures=True)

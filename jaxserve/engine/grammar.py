@@ -63,7 +63,7 @@ def _limits() -> llguidance.LLParserLimits:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. Safe to call from any thread.
+    """Compiles grammars for one vocabulary. Safe to call from any thread. The first one takes a fraction of a second more.
 
     Args:
         vocab_size: of the model's logits, which masks cover; the tokenizer's may be smaller or larger.
@@ -77,10 +77,6 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[GrammarKind, str], CompiledGrammar] = OrderedDict()
-
-    def prepare(self) -> None:
-        """Build what all grammars share, which takes a second or less; else the first one waits for it."""
-        self._shared_vocabulary()
 
     def compile(self, grammar: Grammar) -> Constraint:
         """The grammar as a constraint, compiled or from the cache.
