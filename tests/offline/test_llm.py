@@ -20,6 +20,7 @@ from jaxserve.errors import ConfigError, EngineError, InvalidRequest
 from jaxserve.offline import LLM, Completion
 from jaxserve.offline.generation import Generation
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from tests.fakes import fake_prompt_logprobs
 from tests.offline.toy import alone, toy_engine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -107,6 +108,17 @@ def test_a_stop_string_ends_the_output_before_it() -> None:
     assert not engine.core.has_work
     # One more token may have been under way.
     assert engine.core.stats().num_output_tokens <= 40 + len(cut.token_ids) + 1
+
+
+def test_log_probabilities_of_the_prompt() -> None:
+    engine = toy_engine()
+    ids = engine.tokenizer.encode("once upon a time")
+    for max_tokens in (0, 3):
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
+        completion = whole(LLM.from_engine(engine), params)
+        assert completion.prompt_logprobs == fake_prompt_logprobs(ids, 2, engine.limits.vocab_size)
+        assert len(completion.token_ids) == max_tokens
+    assert whole(LLM.from_engine(engine), SamplingParams(max_tokens=1)).prompt_logprobs == ()
 
 
 def test_several_tokens_at_once_are_cut_at_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:

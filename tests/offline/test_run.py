@@ -114,6 +114,24 @@ def test_logprobs_of_plain_lines(runs: Runs) -> None:
     assert len(chat["logprobs"]["content"]) >= chat["usage"]["completion_tokens"] - 1
 
 
+def test_prompts_in_results(runs: Runs) -> None:
+    asks = {"prompt": "a b", "echo": True, "logprobs": 1, "prompt_logprobs": 0, "max_tokens": 0}
+    runs.write([asks, {"messages": HELLO, "prompt_logprobs": 1}, batch("b", **asks, n=2)])
+    assert runs() == 0
+    completion, chat, batched = runs.results()
+    assert (completion["text"], completion["usage"]["completion_tokens"]) == ("a b", 0)
+    values = completion["logprobs"]["token_logprobs"]
+    assert (len(values), values[0]) == (3, None)
+    shown = completion["prompt_logprobs"]
+    assert shown[0] is None
+    assert [entry["logprob"] for each in shown[1:] for entry in each.values()] == values[1:]
+    assert chat["prompt_logprobs"][0] is None
+    assert "prompt_logprobs" not in chat["text"]
+    for choice in batched["response"]["body"]["choices"]:
+        assert choice["prompt_logprobs"] == shown
+        assert (choice["text"], choice["logprobs"]) == ("a b", completion["logprobs"])
+
+
 def test_structured_output(runs: Runs) -> None:
     unknown_type = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "?"}}}
     runs.write(
