@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from aiohttp import BodyPartReader, web
+from aiohttp import BodyPartReader, MultipartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from jaxserve.errors import InvalidRequest, NotFound, TooLarge
 from jaxserve.server.access import SERVICE, caller_of, store_of
@@ -127,28 +129,47 @@ async def _read_form(request: web.Request, form: _Form, files: FileStore, max_by
         else:
             form.filename = (part.filename or "")[:MAX_NAME]
             form.upload = await asyncio.to_thread(files.begin, max_bytes)
-            while chunk := await part.read_chunk(CHUNK_BYTES):
+            while chunk := await _chunk(part, CHUNK_BYTES):
                 await asyncio.to_thread(form.upload.write, bytes(chunk))
 
 
 async def _parts(request: web.Request) -> AsyncIterator[BodyPartReader]:
     if request.content_type != "multipart/form-data":
         raise InvalidRequest(f"the body must be multipart/form-data, found {request.content_type:.100}")
-    try:
+    with _reading():
         reader = await request.multipart()
-        while (part := await reader.next()) is not None:
-            if not isinstance(part, BodyPartReader):
-                raise InvalidRequest("the form has a form inside")
-            if part.headers.get("Content-Transfer-Encoding", "binary").lower() not in ("binary", "7bit", "8bit"):
-                raise InvalidRequest("a part of the form is encoded; send it as it is")
-            yield part
+    while (part := await _next(reader)) is not None:
+        if not isinstance(part, BodyPartReader):
+            raise InvalidRequest("the form has a form inside")
+        if part.headers.get("Content-Transfer-Encoding", "binary").lower() not in ("binary", "7bit", "8bit"):
+            raise InvalidRequest("a part of the form is encoded; send it as it is")
+        yield part
+
+
+async def _next(reader: MultipartReader) -> MultipartReader | BodyPartReader | None:
+    with _reading():
+        return await reader.next()
+
+
+async def _chunk(part: BodyPartReader, num_bytes: int) -> bytes:
+    with _reading():
+        return await part.read_chunk(num_bytes)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Tell what the framework says of a form that it cannot read."""
+    try:
+        yield
+    except HttpProcessingError as error:
+        raise InvalidRequest(f"the form cannot be read: {error.message:.200}") from None
     except (ValueError, AssertionError, web.RequestPayloadError) as error:
         raise InvalidRequest(f"the form cannot be read: {error!s:.200}") from None
 
 
 async def _read_field(part: BodyPartReader, name: str) -> str:
     data = bytearray()
-    while chunk := await part.read_chunk(MAX_FIELD_BYTES):
+    while chunk := await _chunk(part, MAX_FIELD_BYTES):
         data += chunk
         if len(data) > MAX_FIELD_BYTES:
             raise InvalidRequest(f"{name:.100} must have at most {MAX_FIELD_BYTES} bytes", param=name[:100])

@@ -110,7 +110,9 @@ def _responses(operation: Operation, ref_of: Mapping[type, Json], needs_key: boo
     if operation.event is not None:
         ending = "each with its name" if operation.event_names else "of which the last is `[DONE]`"
         described = f"The answer; with `stream`, server-sent events, {ending}."
-        content["text/event-stream"] = {"schema": {"type": "string", "x-event": ref_of[operation.event]}}
+        content["text/event-stream"] = {
+            "schema": _event([ref_of[operation.event], ref_of[operation.error]], is_named=operation.event_names)
+        }
     responses: Json = {"200": {"description": described, "content": content}}
     statuses = {*operation.errors, 500, *([401] if needs_key else [])}
     for status in sorted(statuses):
@@ -119,6 +121,15 @@ def _responses(operation: Operation, ref_of: Mapping[type, Json], needs_key: boo
         schema = ref_of[operation.unavailable]
         responses["503"] = {"description": "Not now.", "content": {"application/json": {"schema": schema}}}
     return responses
+
+
+def _event(schemas: list[Json], *, is_named: bool) -> Json:
+    """One event, which is what readers of 3.1 take the schema of a stream for, and what 3.2 calls `itemSchema`."""
+    data: Json = {"contentMediaType": "application/json", "contentSchema": {"anyOf": schemas}}
+    if not is_named:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
+    properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
+    return {"type": "object", "properties": properties, "required": ["data"]}
 
 
 def _error(status: int, ref: Json) -> Json:
