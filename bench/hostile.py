@@ -39,6 +39,7 @@ own.
 
 HEAD_TIMEOUT, BODY_TIMEOUT, STALL_SECONDS = 2.0, 2.0, 3.0
 MAX_HOSTILE_AT_ONCE = 64
+WARM_UP = 100
 SLOWEST_TO_QUIET_MEDIAN = 1.5
 MAX_GROWTH_MIB = 32.0
 
@@ -50,6 +51,7 @@ class Report:
     Attributes:
         wrong: good requests whose answer was not what it had to be, with what it was.
         wrong_to_hostile: hostile ones that were answered otherwise than they should have been.
+        memory_mib: of the server before the hostile time, after each quarter of it, and in the end.
         left: what the server still held at the end, by metric.
         slow: good requests slower than the limit.
         stalls: by how many seconds the good clients' own process was at most late for something, quiet and hostile: what the
@@ -73,7 +75,7 @@ class Report:
 
     @property
     def growth_mib(self) -> float:
-        """Memory at the end less memory after the first quarter of the hostile time."""
+        """Memory at the end less memory before the hostile time."""
         return self.memory_mib[-1] - self.memory_mib[0]
 
     def failures(self, *, timing: bool) -> list[str]:
@@ -232,6 +234,10 @@ async def run(
             loop = asyncio.get_running_loop()
             expected_seconds = report.num_good * median / concurrency
             names = list(kinds or CLIENTS)
+            if "enormous" in names:  # what an allocator keeps of the largest bodies, it keeps once
+                count = min(WARM_UP, num_requests // 20)
+                await loop.run_in_executor(pool, be_hostile, target, count, count / 8, seed + 1, ["enormous"])
+            report.memory_mib.append(round(server.resident_mib(), 1))
             hostile = loop.run_in_executor(pool, be_hostile, target, report.num_hostile, expected_seconds, seed, names)
             seconds: list[float] = []
             async with _stalls(report.stalls):

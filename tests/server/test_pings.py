@@ -26,7 +26,7 @@ async def events(server: Serving, **fields: Any) -> list[str]:
 
 
 async def test_a_stream_pings_while_its_prompt_is_computed() -> None:
-    async with serving(fake_engine(step_seconds=0.05), config=HttpConfig(port=0, ping_seconds=0.1)) as server:
+    async with serving(fake_engine(step_seconds=0.02), config=HttpConfig(port=0, ping_seconds=0.04)) as server:
         found = await events(server)
         first = next(i for i, event in enumerate(found) if event.startswith("data: "))
         assert first >= 1
@@ -45,14 +45,14 @@ def extra() -> dict[str, Any]:
 
 @pytest.mark.parametrize("seconds", [0.0, 5.0])
 async def test_a_stream_that_is_never_silent_for_long_has_no_pings(seconds: float) -> None:
-    async with serving(fake_engine(step_seconds=0.01), config=HttpConfig(port=0, ping_seconds=seconds)) as server:
+    async with serving(fake_engine(), config=HttpConfig(port=0, ping_seconds=seconds)) as server:
         assert PING not in await events(server)
 
 
 async def test_an_error_after_pings_is_an_event_that_clients_raise() -> None:
     """vllm PR40986: a failure before the first token was nothing but [DONE]."""
-    fake = fake_engine(step_seconds=0.05, fail_on_submit=[6])
-    async with serving(fake, config=HttpConfig(port=0, ping_seconds=0.1)) as server:
+    fake = fake_engine(step_seconds=0.02, fail_on_submit=[6])
+    async with serving(fake, config=HttpConfig(port=0, ping_seconds=0.04)) as server:
         stream = await server.client.completions.create(**BODY, stream=True, **extra())
         with pytest.raises(openai.APIError, match="the engine failed"):
             await anext(aiter(stream))
