@@ -115,6 +115,23 @@ async def test_a_body_is_gone_when_its_request_is() -> None:
         gc.enable()
 
 
+async def test_a_large_body_of_crumbs_is_refused_before_it_is_decoded() -> None:
+    """And one of text that is full of brackets is not, nor is a small one."""
+    async with serving() as server:
+        status, body = await server.post("/v1/completions", GOOD | {"prompt": [[5]] * 200_000})
+        assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+        assert "brackets in 1" in body["error"]["message"]
+        status, body = await server.post(
+            "/v1/completions", GOOD | {"prompt": "for (int i = 0; i < a[0]; i++) { b[i]++; }\n" * 20_000}
+        )
+        assert status == 400
+        assert "prompt has 860000 characters" in body["error"]["message"]
+        status, body = await server.post("/v1/completions", GOOD | {"prompt": [[5]] * 5_000})
+        assert "5000 prompts > 2048" in body["error"]["message"]
+        status, body = await server.post("/v1/completions", GOOD | {"user": 1, "prompt": "x" * 1_000_000})
+        assert (status, body["error"]["param"]) == (400, "user")
+
+
 # --- slow senders -----------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,10 @@ MAX_DEPTH = 64
 
 MAX_NAME = 200
 
+BYTES_PER_BRACKET = 8
+"""A large body has at most one bracket or brace for so many bytes; text, code and token ids have fewer. One made of only
+small arrays takes many times its size and, while it is decoded, the interpreter from everyone."""
+
 MAX_EXPLAINED_BYTES = 512 * 1024
 """What is wrong with a larger body is said in the decoder's words: for better ones, all of it would be read again, slowly."""
 
@@ -42,6 +46,8 @@ def decode[B: msgspec.Struct](data: bytes | Mapping[str, Any], cls: type[B]) -> 
     Raises:
         InvalidRequest: it is no JSON, nested too deeply, or not as `cls` has it.
     """
+    if isinstance(data, bytes) and len(data) > MAX_EXPLAINED_BYTES:
+        _check_crumbs(data)
     try:
         return _decoder(cls).decode(data) if isinstance(data, bytes) else msgspec.convert(data, cls)
     except msgspec.ValidationError as error:
@@ -171,6 +177,12 @@ def check_text(name: str, text: str) -> str:
 
 
 # --- from a failure to its explanation --------------------------------------------------------------------------------
+
+
+def _check_crumbs(data: bytes) -> None:
+    found, limit = data.count(b"[") + data.count(b"{"), len(data) // BYTES_PER_BRACKET
+    if found > limit:
+        raise InvalidRequest(f"the body has {found} brackets in {len(data)} bytes; in one as large, {limit} are the most")
 
 
 def _in_brief(message: str) -> InvalidRequest:
