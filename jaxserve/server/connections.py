@@ -28,6 +28,9 @@ MAX_HEADERS = 100
 LAST_WORDS_SECONDS = 1.0
 """For how long a client that was dropped may still read why."""
 
+STALL_CHECKS = 2
+"""How often a reader is looked at before it is dropped: each time less has to be unread than the time before."""
+
 LINGER_SECONDS = 5.0
 """How long we go on reading a body that was refused, so that the client comes to read why."""
 
@@ -87,7 +90,18 @@ class Connection(web.RequestHandler):
         stalled: whether it was dropped because its client read nothing.
     """
 
-    __slots__ = ("_busy", "_counted", "_head_timer", "_owner", "_refused", "_stall_timer", "_unread", "_wire", "stalled")
+    __slots__ = (
+        "_busy",
+        "_counted",
+        "_head_timer",
+        "_owner",
+        "_quiet_checks",
+        "_refused",
+        "_stall_timer",
+        "_unread",
+        "_wire",
+        "stalled",
+    )
 
     def __init__(self, owner: Connections, server: web.Server) -> None:
         limits = owner.limits
@@ -107,7 +121,7 @@ class Connection(web.RequestHandler):
         self._busy = self._refused = self._counted = False
         self._head_timer: asyncio.Handle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._unread = 0
+        self._unread = self._quiet_checks = 0
         self.stalled = False
 
     # --- its beginning and end
@@ -196,6 +210,7 @@ class Connection(web.RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._quiet_checks = 0
         self._watch_reader()
 
     def resume_writing(self) -> None:
@@ -205,12 +220,14 @@ class Connection(web.RequestHandler):
     def _watch_reader(self) -> None:
         if self._wire is not None:
             self._unread = self._wire.get_write_buffer_size()
-            self._stall_timer = self._loop.call_later(self._owner.limits.stall_seconds, self._check_reader)
+            self._stall_timer = self._loop.call_later(self._owner.limits.stall_seconds / STALL_CHECKS, self._check_reader)
 
     def _check_reader(self) -> None:
         if self._wire is None:
             return
-        if self._wire.get_write_buffer_size() < self._unread:
+        # What is there to be read may also have grown since the last check; by the next, that is over.
+        self._quiet_checks = 0 if self._wire.get_write_buffer_size() < self._unread else self._quiet_checks + 1
+        if self._quiet_checks < STALL_CHECKS:
             self._watch_reader()
             return
         self.stalled = True
