@@ -119,19 +119,6 @@ def test_preempted_ones_give_the_same(runner: DeviceRunner, requests: list[Reque
     assert_same_scores(run_alone(runner, longer), found.outputs)
 
 
-def test_two_devices_give_the_same(
-    reference: TinyReference, alone: dict[str, Output], requests: list[Request], tmp_path: Path
-) -> None:
-    """Whose vocabulary is split between them."""
-    path = write_hf_directory(reference, tmp_path / "model")
-    runner = checkpoint_runner(path, dataclasses.replace(ENGINE, tensor_parallel=2), BUCKETS)
-    assert_same_scores(alone, run(runner, requests).outputs)
-    embed = Request(request_id="a", prompt=requests[0].prompt, params=SamplingParams(max_tokens=0), embed=True)
-    hidden = run(runner, [embed]).outputs["a"].hidden
-    logits = reference.weights["lm_head.weight"] @ np.array(hidden)
-    np.testing.assert_allclose(logits, reference.logits[-1], rtol=0, atol=TOLERANCE)
-
-
 def test_a_prompt_again_gives_the_same(runner: DeviceRunner) -> None:
     """Cold and then with all of it cached: at a multiple of the page size and on either side of it."""
     for length in (8 * PAGE - 1, 8 * PAGE, 8 * PAGE + 1):
@@ -160,3 +147,16 @@ def test_the_last_hidden_state_is_what_the_head_reads(
             assert variant.outputs[key].tokens == []
         assert variant.stats.num_output_tokens == 0
     assert runner.compiles_since_ready == 0
+
+
+def test_two_devices_give_the_same(
+    reference: TinyReference, alone: dict[str, Output], requests: list[Request], tmp_path: Path
+) -> None:
+    """Whose vocabulary is split between them."""
+    path = write_hf_directory(reference, tmp_path / "model")
+    runner = checkpoint_runner(path, dataclasses.replace(ENGINE, tensor_parallel=2), BUCKETS)
+    assert_same_scores(alone, run(runner, requests).outputs)
+    embed = Request(request_id="a", prompt=requests[0].prompt, params=SamplingParams(max_tokens=0), embed=True)
+    hidden = run(runner, [embed]).outputs["a"].hidden
+    logits = reference.weights["lm_head.weight"] @ np.array(hidden)
+    np.testing.assert_allclose(logits, reference.logits[-1], rtol=0, atol=TOLERANCE)
