@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ NOT_CHECKED = (
     "positive_data_acceptance",  # a body may be well formed and still ask for too much, or for what the model cannot do
     "missing_required_header",  # no content type is required
 )
+
+
+GAVE_UP = "Cannot generate an array"
+"""What it says, once in some thousand cases, of its own mutations of a schema; it has sent nothing then."""
 
 
 @pytest.fixture
@@ -46,5 +51,10 @@ def test_no_request_ends_in_a_server_error(fuzzed_server: str, tmp_path: Path) -
         [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS + 120
     )
     print(result.stdout[result.stdout.find("=== SUMMARY") :])
-    assert result.returncode == 0, result.stdout[-20_000:]
-    assert "Test cases:" in result.stdout
+    assert "= FAILURES =" not in result.stdout, result.stdout[-20_000:]
+    errors = re.search(r"\b(\d+) errors?\b[^\n]*=\s*$", result.stdout)
+    gave_up = result.stdout.count(GAVE_UP)
+    assert result.returncode == 0 or (errors and int(errors[1]) == gave_up), result.stdout[-20_000:]
+    passed = re.search(r"(\d+) generated, \1 passed", result.stdout)
+    assert passed, result.stdout[-20_000:]
+    assert int(passed[1]) > SECONDS
