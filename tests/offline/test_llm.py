@@ -232,10 +232,11 @@ def test_grammars_allowed_ids_and_bad_words() -> None:
     llm = LLM.from_engine(engine)
     (choice,) = llm.generate("hello", SamplingParams(grammar=Grammar(GrammarKind.CHOICE, '["yes","no"]'), max_tokens=20))
     assert (choice.text in ("yes", "no"), choice.finish_reason) == (True, FinishReason.STOP)
-    (only,) = llm.generate("hello", SamplingParams(allowed_token_ids=(30, 60, 90), max_tokens=20))
+    (only,) = llm.generate("hello", SamplingParams(allowed_token_ids=(30, 60, 90), max_tokens=20, seed=2))
     assert set(only.token_ids) == {30, 60, 90}
     word = engine.tokenizer.decode([60])
-    (without,) = llm.generate("hello", SamplingParams(allowed_token_ids=(30, 60, 90), bad_words=(word,), max_tokens=20))
+    params = SamplingParams(allowed_token_ids=(30, 60, 90), bad_words=(word,), max_tokens=20, seed=2)
+    (without,) = llm.generate("hello", params)
     assert set(without.token_ids) == {30, 90}
     with pytest.raises(InvalidRequest, match=r"prompt 1: grammar: .*regex"):
         llm.generate(["a", "b"], [SamplingParams(), SamplingParams(grammar=Grammar(GrammarKind.REGEX, "("))])
