@@ -141,6 +141,7 @@ def test_json_is_as_its_schema_has_it_however_it_runs(runner: DeviceRunner, demo
         )
         for index in range(8)
     ]
+    num_compiles = runner.compiles_since_ready  # of other runners in this process, if any
     expected = run(runner, requests, overlap=False, eos_token_ids=eos)
     for output in expected.outputs.values():
         assert output.finish_reason is FinishReason.STOP
@@ -151,4 +152,4 @@ def test_json_is_as_its_schema_has_it_however_it_runs(runner: DeviceRunner, demo
             name: output.tokens for name, output in expected.outputs.items()
         }
     assert found.stats.num_steps < expected.stats.num_steps
-    assert runner.compiles_since_ready == 0
+    assert runner.compiles_since_ready == num_compiles
