@@ -27,6 +27,9 @@ from jaxserve.request import FinishReason, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
+MAX_UNDELIVERED = 64
+"""Batches of events that may wait for the loop before the engine waits for it too; some hundred milliseconds of fast steps."""
+
 
 class Core(Protocol):
     """What the thread drives: `engine.core.EngineCore`, or what stands for it."""
@@ -189,6 +192,7 @@ class AsyncEngine:
         self._loop.call_soon_threadsafe(self._deliver, batch)
 
     def _deliver(self, batch: _Batch) -> None:
+        self._worker.note_delivered()
         found = [(event, self._streams.get(event.request_id)) for event in batch.events]
         # An event that was under way when its request was aborted has no stream, or a newer one that took over the id.
         known = [(event, stream) for event, stream in found if stream is not None and stream.command <= batch.num_commands]
@@ -232,13 +236,18 @@ class _Batch:
 
 
 class _Worker:
-    """The thread and its inbox. `send` and `stop` may be called from any thread, the rest is the thread's own."""
+    """The thread and its inbox. Only `send`, `drop_cache`, `stop` and `note_delivered` may be called from other threads.
+
+    It runs ahead of the loop by `MAX_UNDELIVERED` batches at most: a loop that falls behind a fast engine would find ever more
+    events at each turn, and its readers none.
+    """
 
     def __init__(self, core: Core, deliver: Callable[[_Batch], None], end: Callable[[Exception | None], None]) -> None:
         self._core = core
         self._deliver = deliver
         self._end = end
         self._changed = threading.Condition()
+        self._room = threading.Semaphore(MAX_UNDELIVERED)
         self._inbox: list[tuple[tuple[Request, ...], list[str]]] = []
         self._drops: list[Future[int]] = []
         self._num_sent = 0
@@ -272,6 +281,10 @@ class _Worker:
             self._drops.append(done)
             self._changed.notify()
         return done
+
+    def note_delivered(self) -> None:
+        """The loop has taken a batch."""
+        self._room.release()
 
     def stop(self) -> None:
         with self._changed:
@@ -322,6 +335,8 @@ class _Worker:
         events = core.step() if core.has_work else []
         self.stats = core.stats()
         if events or refusals:
+            self.step_began = None
+            self._room.acquire()
             self._deliver(_Batch(events, refusals, num_commands))
         if core.dead:
             raise EngineError(f"it gave up after failing too often: {core.last_error!r}") from core.last_error

@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
+from jaxserve.engine import async_engine
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.errors import EngineError, InvalidRequest, NotReady, QueueFull
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
@@ -73,6 +74,19 @@ async def test_streams_give_each_request_its_own_tokens() -> None:
         events = result[r.request_id]
         assert tokens(events) == expected
         assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [reason]
+
+
+async def test_an_engine_waits_for_a_loop_that_falls_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "MAX_UNDELIVERED", 4)
+    fake, asked = fake_engine(), request("0", max_tokens=60)
+    async with running(fake) as engine:
+        with engine.open(asked) as stream:
+            time.sleep(0.2)  # as a loop that has something else to do
+            assert 4 <= engine.stats.num_output_tokens <= 5, "one is made and waits to be delivered"
+            found = []
+            while events := await stream.read():
+                found += events
+    assert tokens(found) == expected_output(asked, LIMITS, next_token=fake.runner.next_token)[0]
 
 
 async def test_one_stream_may_hold_several_requests() -> None:
