@@ -33,8 +33,6 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 
-_dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
 
 def error_body(error: JaxserveError | str, *, status: int, code: str | None = None, request_id: str | None = None) -> Json:
     """Anthropic's error object, with the code and the field at fault beside what that has."""
@@ -135,18 +133,18 @@ class MessageEvents:
         self._stop: Json = {}
 
     def opening(self) -> bytes:
-        return _event({"type": "message_start", "message": self._message})
+        return wire.named_event({"type": "message_start", "message": self._message})
 
     def deltas(self, deltas: Deltas) -> bytes:
         return b"".join([self._delta(delta) for _, delta in deltas])
 
     def ending(self) -> bytes:
-        stop = _event({"type": "message_delta", "delta": self._stop, "usage": _usage(self._begun)})
-        return stop + _event({"type": "message_stop"})
+        stop = wire.named_event({"type": "message_delta", "delta": self._stop, "usage": _usage(self._begun)})
+        return stop + wire.named_event({"type": "message_stop"})
 
     def failure(self, error: JaxserveError | str) -> bytes:
         status = 500 if isinstance(error, str) else wire.status_of(error)
-        return _event(error_body(error, status=status, code="internal_error"))
+        return wire.named_event(error_body(error, status=status, code="internal_error"))
 
     def _delta(self, delta: OutputDelta) -> bytes:
         parts = delta.parts if delta.parts is not None else (Text(delta.text),) if delta.text else ()
@@ -174,17 +172,13 @@ class MessageEvents:
     def _open(self, block: Json) -> bytes:
         self._blocks.append(block)
         self._is_open = True
-        return _event({"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block})
+        return wire.named_event({"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block})
 
     def _add(self, delta: Json) -> bytes:
-        return _event({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta})
+        return wire.named_event({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta})
 
     def _close(self) -> bytes:
         if not self._is_open:
             return b""
         self._is_open = False
-        return _event({"type": "content_block_stop", "index": len(self._blocks) - 1})
-
-
-def _event(value: Json) -> bytes:
-    return f"event: {value['type']}\ndata: {_dumps(value)}\n\n".encode()
+        return wire.named_event({"type": "content_block_stop", "index": len(self._blocks) - 1})

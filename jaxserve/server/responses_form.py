@@ -5,7 +5,6 @@ Owns the response object. What its items are is in `response_items`.
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -15,8 +14,6 @@ from jaxserve.request import FinishReason
 from jaxserve.server import wire
 from jaxserve.server.joining import Begun, Deltas
 from jaxserve.server.response_items import Event, Items
-
-_dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class ResponsesForm:
@@ -119,6 +116,6 @@ class ResponseEvents:
     def _spell(self, events: list[Event]) -> bytes:
         spelled = []
         for event in events:
-            spelled.append(f"event: {event['type']}\ndata: {_dumps(event | {'sequence_number': self._num_sent})}\n\n")
+            spelled.append(wire.named_event(event | {"sequence_number": self._num_sent}))
             self._num_sent += 1
-        return "".join(spelled).encode()
+        return b"".join(spelled)

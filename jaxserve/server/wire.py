@@ -35,6 +35,11 @@ def event(value: Any) -> bytes:
     return f"data: {_dumps(value)}\n\n".encode()
 
 
+def named_event(value: dict[str, Any]) -> bytes:
+    """One server-sent event whose name is its type."""
+    return f"event: {value['type']}\n".encode() + event(value)
+
+
 class Shape:
     """What differs between the two endpoints. Subclasses are stateless but for the tokenizer."""
 

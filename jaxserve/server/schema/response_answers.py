@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from jaxserve.server.schema.answers import Answer, ChosenTokenLogprob
+from jaxserve.server.schema.answers import Answer, ChosenTokenLogprob, CompletionTokensDetails
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -73,19 +73,13 @@ class InputTokensDetails(Answer, frozen=True, kw_only=True):
     cache_write_tokens: int
 
 
-class OutputTokensDetails(Answer, frozen=True, kw_only=True):
-    """Of the output's tokens."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(Answer, frozen=True, kw_only=True):
     """Token counts."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
 

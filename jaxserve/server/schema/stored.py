@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, UnsetType, field
 
-from jaxserve.server.schema.answers import Answer
+from jaxserve.server.schema.answers import Answer, CompletionTokensDetails, PromptTokensDetails
 from jaxserve.server.schema.body import Body
 
 MIN_SECONDS_TO_LIVE = 3600
@@ -138,25 +138,13 @@ class RequestCounts(Answer, frozen=True, kw_only=True):
     failed: int
 
 
-class CachedTokens(Answer, frozen=True, kw_only=True):
-    """Of the input's tokens."""
-
-    cached_tokens: int
-
-
-class ReasoningTokens(Answer, frozen=True, kw_only=True):
-    """Of the output's tokens."""
-
-    reasoning_tokens: int
-
-
 class BatchUsage(Answer, frozen=True, kw_only=True):
     """Tokens of all answers."""
 
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
-    output_tokens_details: ReasoningTokens
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
 
