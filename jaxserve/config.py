@@ -17,18 +17,62 @@ from jaxserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's frequency-dependent rotary scaling, or plain linear scaling when `kind` is "linear"."""
+    """How rotary frequencies are stretched for a longer context than the model was first trained on.
+
+    Attributes:
+        kind: "linear", "llama3", "yarn" or "longrope".
+        factor: of the context.
+        low_freq_factor, high_freq_factor: of llama3: turns in the original context; frequencies that turn less than the first
+            are stretched whole, those that turn more than the second not at all.
+        original_max_position: positions of the original context.
+        beta_fast, beta_slow: of yarn, the same, the other way round.
+        truncate: of yarn: the two ends of the blend are whole dimensions.
+        attention_factor: multiplies the rotated vectors; None for what follows from `factor`, which is 1 but for yarn and
+            longrope.
+        short_factors, long_factors: of longrope: what divides each frequency in contexts up to `original_max_position`, and in
+            longer ones.
+        long: of longrope: whether this engine's contexts are longer.
+    """
 
     kind: str
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    long: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What the weights are. Names and units follow Hugging Face's `config.json`."""
+    """What the weights are: a decoder of blocks of attention and MLP, and where it differs from Llama's.
+
+    Sizes have the names and units of Hugging Face's `config.json`. The families read them from there.
+
+    Attributes:
+        max_position: tokens of the longest context.
+        activation: of the MLP's gate: "silu", "gelu" or "gelu_tanh".
+        norms: where a block's norms are: "pre", before attention and MLP; "post", after them; or "both".
+        norm_offset: added to every norm's weights as the checkpoint has them.
+        qk_norm: norm of queries and keys before they are rotated: "none", "head", of each head, or "projection", of all heads
+            together.
+        qkv_bias, output_bias, mlp_bias: whether these products have biases.
+        window: newest positions that a token sees in the layers of `windowed`; None where there are none.
+        windowed: whether each layer has the window; empty for none.
+        rotary: whether each layer rotates queries and keys; empty for all.
+        rotary_dim: leading numbers of a head that are rotated; 0 for all of them.
+        local_rope_theta: of layers with the window, which then do without `rope_scaling`; None where all have `rope_theta`.
+        attention_scale: multiplies scores; None for `head_dim ** -0.5`.
+        attention_soft_cap, logits_soft_cap: bounds of scores and logits, by tanh; None for none.
+        embedding_scale, residual_scale, logits_scale: multiply what leaves the embedding, what each part of a block adds, and
+            logits.
+        bos_token_id, eos_token_ids: of tokens that begin and end a text.
+    """
 
     family: str
     vocab_size: int
@@ -40,11 +84,27 @@ class ModelConfig:
     head_dim: int
     max_position: int
     rms_norm_eps: float = 1e-5
+    activation: str = "silu"
+    norms: str = "pre"
+    norm_offset: float = 0.0
+    qk_norm: str = "none"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    rotary: tuple[bool, ...] = ()
+    rotary_dim: int = 0
+    window: int | None = None
+    windowed: tuple[bool, ...] = ()
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     tie_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -53,6 +113,15 @@ class ModelConfig:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embedding, found {self.head_dim}")
+        for name in ("windowed", "rotary"):
+            if len(getattr(self, name)) not in (0, self.num_layers):
+                raise ConfigError(f"{name} must say so for each of {self.num_layers} layers, found {len(getattr(self, name))}")
+        if any(self.windowed) and (self.window is None or self.window < 1):
+            raise ConfigError(f"window must be at least 1 where layers have one, found {self.window}")
+
+    def layer_window(self, layer: int) -> int | None:
+        """Newest positions that a token sees in this layer, its own among them; None for all."""
+        return self.window if self.windowed and self.windowed[layer] else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,67 +358,3 @@ def _coerce(expected: Any, value: Any, where: str) -> Any:
     if wrong or (expected is float and not math.isfinite(value)):
         raise ConfigError(f"{where} must be {expected.__name__}, found {value!r}")
     return value
-
-
-def model_config_from_hf(config: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
-    """Read a Hugging Face `config.json` of the Llama architecture.
-
-    Raises:
-        ConfigError: on an unknown architecture or a missing key, naming `where`.
-    """
-    architectures = config.get("architectures") or [config.get("model_type", "unknown")]
-    known = {"LlamaForCausalLM": "llama", "llama": "llama"}
-    if architectures[0] not in known:
-        raise ConfigError(f"{where}: unknown architecture {architectures[0]!r}; known: {', '.join(sorted(known))}")
-
-    def need(key: str) -> Any:
-        if config.get(key) is None:
-            raise ConfigError(f"{where}: {key!r} is missing")
-        return config[key]
-
-    num_heads = need("num_attention_heads")
-    eos = config.get("eos_token_id")
-    return ModelConfig(
-        family=known[architectures[0]],
-        vocab_size=need("vocab_size"),
-        hidden_size=need("hidden_size"),
-        intermediate_size=need("intermediate_size"),
-        num_layers=need("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or need("hidden_size") // num_heads,
-        max_position=need("max_position_embeddings"),
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(config),
-        rope_scaling=_rope_scaling(config, where),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-    )
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    parameters = config.get("rope_parameters") or {}
-    return float(config.get("rope_theta") or parameters.get("rope_theta") or 10_000.0)
-
-
-def _rope_scaling(config: Mapping[str, Any], where: str) -> RopeScaling | None:
-    scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    if not scaling:
-        return None
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=float(scaling["factor"]))
-    if kind == "llama3":
-        return RopeScaling(
-            kind="llama3",
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position=int(scaling["original_max_position_embeddings"]),
-        )
-    raise ConfigError(f"{where}: rope scaling {kind!r} is not supported; known: default, linear, llama3")

@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpoints.checkpoint import open_checkpoint
-from jaxserve.config import ModelConfig, model_config_from_hf
+from jaxserve.config import ModelConfig
 from jaxserve.device.abstract import pool_shape
 from jaxserve.device.step import POOL_AXES, SCALE_AXES
 from jaxserve.models.batch import NO_PAGE, StepBatch
-from jaxserve.models.families import FAMILIES
+from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.sharding import make_mesh, partition_spec
 from jaxserve.weights import load_params
 from pallas_kernels.paged_attention.choose import pool_dtype

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from checkpoints.checkpoint import open_checkpoint
-from jaxserve.config import EngineConfig, model_config_from_hf
+from jaxserve.config import EngineConfig
 from jaxserve.constraint import Grammar, GrammarKind
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.engine.constraints import Constraints
 from jaxserve.host.jump import JumpForward
 from jaxserve.launch import _tokenizer
+from jaxserve.models.families import model_config_from_hf
 from jaxserve.request import FinishReason, Request, SamplingParams
 from tests.cached import CACHED
 from tests.near_ties import assert_same_outputs

@@ -116,8 +116,8 @@ def _num_pages(
 def _weight_bytes(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> int:
     """Bytes that the parameters take of each device."""
     abstract = abstract_params(FAMILIES[model_config.family].specs(model_config), mesh, dtype)
-    shards = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(abstract)]
-    return sum(shards) * dtype.itemsize
+    leaves = jax.tree.leaves(abstract)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _free_kv_bytes(mesh: Mesh, weight_bytes: int) -> int:

@@ -28,6 +28,7 @@ class ParamSpec:
         tensors: the checkpoint's tensors that it is made of, Hugging Face's name and shape of each.
         build: makes the logical array of those tensors, in that order; None takes the only one as it is.
         scale: standard deviation of the random initialisation; 0 gives ones, as norms start.
+        dtype: on the device; None for the model's.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class ParamSpec:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     build: Callable[[list[np.ndarray]], np.ndarray] | None = None
     scale: float = 0.02
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -54,7 +56,8 @@ def abstract_params(specs: Any, mesh: Mesh, dtype: np.dtype) -> Any:
 
     def one(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, partition_spec(spec.axes))
-        return jax.ShapeDtypeStruct(padded_shape(spec.shape, spec.axes, mesh), dtype, sharding=sharding)
+        shape = padded_shape(spec.shape, spec.axes, mesh)
+        return jax.ShapeDtypeStruct(shape, np.dtype(spec.dtype or dtype), sharding=sharding)
 
     return map_specs(one, specs)
 
@@ -66,7 +69,7 @@ def random_params(specs: Any, mesh: Mesh, dtype: np.dtype, seed: int) -> Any:
     def one(spec: ParamSpec) -> jax.Array:
         values = np.ones(spec.shape) if spec.scale == 0 else spec.scale * rng.standard_normal(spec.shape)
         padded = pad_to(values, padded_shape(spec.shape, spec.axes, mesh))
-        return jax.device_put(jnp.asarray(padded, dtype), NamedSharding(mesh, partition_spec(spec.axes)))
+        return jax.device_put(jnp.asarray(padded, spec.dtype or dtype), NamedSharding(mesh, partition_spec(spec.axes)))
 
     return map_specs(one, specs)
 

@@ -23,6 +23,7 @@ MESH_AXES: dict[str, str | None] = {
     "gate_and_up": None,
     "layers": None,
     "norms_of_layer": None,
+    "query_and_key": None,
     "pages": None,
     "page": None,
     "key_and_value": None,

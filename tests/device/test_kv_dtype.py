@@ -12,12 +12,12 @@ import pytest
 from scipy.special import log_softmax
 
 from checkpoints.checkpoint import open_checkpoint
-from jaxserve.config import EngineConfig, ModelConfig, model_config_from_hf
+from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.device.build import build_runner
 from jaxserve.device.kv_scales import HEADROOM, NUM_TOKENS, largest_by_head, measure_scales, scales_of_checkpoint
 from jaxserve.device.runner import DeviceRunner, page_bytes
 from jaxserve.errors import ConfigError
-from jaxserve.models.families import FAMILIES
+from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.params import map_specs, random_params
 from jaxserve.models.sharding import make_mesh
 from jaxserve.weights import read_kv_scales

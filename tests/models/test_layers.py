@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxserve.config import model_config_from_hf
-from jaxserve.models.layers import embed, linear, psum, rms_norm, rotary_frequencies, rotate, rotate_tokens_first
+from jaxserve.models.families import model_config_from_hf
+from jaxserve.models.layers import embed, linear, psum, rms_norm
+from jaxserve.models.rope import rotary_frequencies, rotate, rotate_tokens_first
 from jaxserve.models.sharding import TENSOR, make_mesh
 from tests.references.load import load_tiny
 from tests.references.test_references import rope_frequencies

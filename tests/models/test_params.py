@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpoints.checkpoint import CheckpointError, open_checkpoint
-from jaxserve.config import ModelConfig, model_config_from_hf
+from jaxserve.config import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.models import llama
+from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to, random_params
 from jaxserve.models.sharding import make_mesh, padded_shape, partition_spec
 from jaxserve.weights import load_params
@@ -68,7 +68,7 @@ def test_pad_to_adds_zeros_at_the_end() -> None:
 @pytest.mark.parametrize("devices", MESHES)
 @pytest.mark.parametrize("name", ["nine_heads_tied", "biases", "mqa_theta"])
 def test_the_abstract_tree_is_what_random_params_makes(name: str, devices: int) -> None:
-    mesh, specs = make_mesh(devices), llama.specs(tiny_config(name))
+    mesh, specs = make_mesh(devices), FAMILIES["llama"].specs(tiny_config(name))
     abstract = abstract_params(specs, mesh, np.dtype(np.float32))
     concrete = random_params(specs, mesh, np.dtype(np.float32), seed=0)
     assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
@@ -82,7 +82,7 @@ def test_the_abstract_tree_is_what_random_params_makes(name: str, devices: int) 
 
 @pytest.mark.parametrize("name", ["nine_heads_tied", "biases"])
 def test_random_params_are_the_same_on_every_mesh(name: str) -> None:
-    specs = llama.specs(tiny_config(name))
+    specs = FAMILIES["llama"].specs(tiny_config(name))
     plain = leaves(random_params(specs, make_mesh(1), np.dtype(np.float32), seed=3))
     other_seed = leaves(random_params(specs, make_mesh(1), np.dtype(np.float32), seed=4))
     for devices in (2, 4):
@@ -107,7 +107,7 @@ def test_random_params_have_the_declared_deviation() -> None:
 def test_specs_name_each_tensor_of_the_checkpoint_once(name: str) -> None:
     """Those that `transformers` wrote, with their shapes; and each spec's shape is what it builds of them."""
     reference = load_tiny(name)
-    specs = leaves(llama.specs(tiny_config(name)))
+    specs = leaves(FAMILIES["llama"].specs(tiny_config(name)))
     named = [tensor for spec in specs for tensor in spec.tensors]
     assert dict(named) == {path: values.shape for path, values in reference.weights.items()}
     assert len(dict(named)) == len(named)
@@ -119,7 +119,7 @@ def test_specs_name_each_tensor_of_the_checkpoint_once(name: str) -> None:
 
 
 def test_map_specs_keeps_the_tree() -> None:
-    specs = llama.specs(tiny_config("mha_untied"))
+    specs = FAMILIES["llama"].specs(tiny_config("mha_untied"))
     shapes = map_specs(lambda spec: len(spec.shape), specs)
     assert shapes.layers[1].qkv == 4
     assert shapes.layers[0].qkv_bias is None

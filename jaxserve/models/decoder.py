@@ -1,0 +1,213 @@
+"""A decoder's forward pass over one step's batch: blocks of attention over paged KV and a gated MLP.
+
+One for all families: what they differ in is in `ModelConfig`, and each difference that a model has not got leaves no operation
+in its program. Runs inside `shard_map`: all shapes are local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+from jaxserve.config import ModelConfig
+from jaxserve.models.batch import StepBatch
+from jaxserve.models.decoder_params import DecoderParams, Layer, Mlp
+from jaxserve.models.layers import ACTIVATIONS, embed, linear, psum, rms_norm, scaled, soft_cap
+from jaxserve.models.rope import rotary_table, rotate, rotate_tokens_first
+from jaxserve.models.sharding import TENSOR
+from pallas_kernels.kv_update import kv_update
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, schedule
+
+Rotary = tuple[Float[Array, "half T"], Float[Array, "half T"]]
+
+
+def forward(
+    params: DecoderParams,
+    pools: tuple[Num[Array, "P K B D2"], ...],
+    batch: StepBatch,
+    config: ModelConfig,
+    *,
+    num_single: int,
+    attention_impl: str,
+    kv_scales: Float[Array, "L K 2"] | None = None,
+    attention_options: Mapping[str, int] | None = None,
+) -> tuple[Float[Array, "E T"], tuple[Num[Array, "P K B D2"], ...]]:
+    """Run one step's tokens through all layers.
+
+    Args:
+        pools: one KV pool a layer. One for all would give each layer's kernels constants of their own, and the compiler
+            would compile them thirty times instead of once.
+        num_single: leading rows that own one token each, as `paged_attention` has it.
+        kv_scales: of pools in eight bits: what is stored times these is K and V of each layer's heads.
+        attention_options: tuned ones, as `schedule` has them.
+
+    Returns:
+        What `head` takes of each token, and the pools with this step's K and V.
+    """
+    windows = [config.layer_window(layer) for layer in range(config.num_layers)]
+    lay_out = partial(
+        schedule,
+        batch.block_table,
+        batch.row_offsets,
+        batch.lengths,
+        num_tokens=batch.token_ids.shape[0],
+        num_single=num_single,
+        page_size=pools[0].shape[2],
+        impl=attention_impl,
+        options=attention_options,
+    )
+    rotary = _rotary_tables(batch, config)
+    work = {window: lay_out(window=window) for window in dict.fromkeys(windows)}
+    x = scaled(embed(params.embedding, batch.token_ids, TENSOR), config.embedding_scale)
+    new_pools = []
+    for index, (layer, pool) in enumerate(zip(params.layers, pools, strict=True)):
+        scales = None if kv_scales is None else kv_scales[index]
+        turned = rotary[_rotary_kind(config, index)]
+        x, pool = _block(layer, pool, scales, x, turned, batch, work[windows[index]], config, attention_impl)
+        new_pools.append(pool)
+    return x, tuple(new_pools)
+
+
+def _rotary_kind(config: ModelConfig, layer: int) -> str:
+    """Which of the rotary tables a layer has."""
+    if config.rotary and not config.rotary[layer]:
+        return "none"
+    return "local" if config.local_rope_theta is not None and config.layer_window(layer) is not None else "global"
+
+
+def _rotary_tables(batch: StepBatch, config: ModelConfig) -> dict[str, Rotary | None]:
+    kinds = {_rotary_kind(config, layer) for layer in range(config.num_layers)}
+    dim = config.rotary_dim or config.head_dim
+    how: dict[str, Any] = {
+        "global": (config.rope_theta, config.rope_scaling),
+        "local": (config.local_rope_theta, None),
+    }
+    # Without the barrier XLA computes sines and cosines again inside every layer's rotation.
+    tables: dict[str, Rotary | None] = {
+        kind: jax.lax.optimization_barrier(rotary_table(batch.positions, dim, *how[kind])) for kind in sorted(kinds & set(how))
+    }
+    return tables | {"none": None}
+
+
+def head(
+    params: DecoderParams, x: Float[Array, "E R"], config: ModelConfig
+) -> tuple[Float[Array, "V R"], Float[Array, "E R"]]:
+    """float32 logits of tokens as they leave the layers, whole on every device; and their hidden states, which are normed."""
+    hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
+    logits = linear(params.embedding if params.lm_head is None else params.lm_head, hidden).astype(jnp.float32)
+    if jax.lax.axis_size(TENSOR) > 1:
+        logits = jax.lax.all_gather(logits, TENSOR, axis=0, tiled=True)
+    return soft_cap(scaled(logits[: config.vocab_size], config.logits_scale), config.logits_soft_cap), hidden
+
+
+# Traced once for all layers of a kind. The compiler inlines it, and the layers stay unrolled: a scan over stacked weights
+# copies each layer's slice before use, which on CPU doubles the bytes of a decode.
+@partial(jax.jit, static_argnames=("config", "impl"))
+def _block(
+    layer: Layer,
+    pool: Num[Array, "P K B D2"],
+    kv_scales: Float[Array, "K 2"] | None,
+    x: Float[Array, "E T"],
+    rotary: Rotary | None,
+    batch: StepBatch,
+    work: Any,
+    config: ModelConfig,
+    impl: str,
+) -> tuple[Float[Array, "E T"], Num[Array, "P K B D2"]]:
+    norms = iter(layer.norms)
+    before, after = config.norms != "post", config.norms != "pre"
+
+    def norm(h: Float[Array, "E T"], here: bool) -> Float[Array, "E T"]:
+        return rms_norm(h, next(norms), config.rms_norm_eps) if here else h
+
+    attended, pool = _attention(layer, pool, kv_scales, norm(x, before), rotary, batch, work, config, impl)
+    x = x + scaled(norm(attended, after), config.residual_scale)
+    out = _mlp(layer.mlp, norm(x, before), config)
+    return x + scaled(norm(out, after), config.residual_scale), pool
+
+
+def _attention(
+    layer: Layer,
+    pool: Num[Array, "P K B D2"],
+    kv_scales: Float[Array, "K 2"] | None,
+    h: Float[Array, "E T"],
+    rotary: Rotary | None,
+    batch: StepBatch,
+    work: Any,
+    config: ModelConfig,
+    impl: str,
+) -> tuple[Float[Array, "E T"], Num[Array, "P K B D2"]]:
+    heads, parts, dim, hidden = layer.qkv.shape
+    tokens = h.shape[1]
+    qkv = linear(layer.qkv.reshape(-1, hidden), h).reshape(heads, parts, dim, tokens)
+    if layer.qkv_bias is not None:
+        qkv = qkv + layer.qkv_bias[..., None]
+    queries, keys, values = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
+    queries, keys = _norm_queries_and_keys(layer, queries, keys, config)
+    if rotary is not None:
+        turn = rotate_tokens_first if impl == "tpu" else rotate
+        queries, keys = turn(queries, *rotary), turn(keys, *rotary)
+    pool = kv_update(
+        pool,
+        keys.transpose(2, 0, 1),
+        values.transpose(2, 0, 1),
+        batch.page_ids,
+        batch.page_offsets,
+        layout=IMPLEMENTATIONS[impl].layout,
+        kv_scales=kv_scales,
+        impl="tpu" if impl == "tpu" else "xla",
+    )
+    attended = paged_attention(
+        queries.transpose(3, 0, 1, 2).reshape(tokens, -1, dim),
+        pool,
+        work,
+        scale=dim**-0.5 if config.attention_scale is None else config.attention_scale,
+        soft_cap=config.attention_soft_cap,
+        kv_scales=kv_scales,
+        impl=impl,
+    )
+    # With the barrier the product finds its operand as it wants it; without, oneDNN transposes it at half the speed.
+    attended = jax.lax.optimization_barrier(attended.reshape(tokens, -1).T)
+    out = psum(linear(layer.output.reshape(hidden, -1), attended), TENSOR)
+    return out if layer.output_bias is None else out + layer.output_bias[:, None], pool
+
+
+def _norm_queries_and_keys(
+    layer: Layer, queries: Float[Array, "K G D T"], keys: Float[Array, "K D T"], config: ModelConfig
+) -> tuple[Float[Array, "K G D T"], Float[Array, "K D T"]]:
+    """Queries and keys as they are to be rotated: normed a head at a time, over all heads, or not at all."""
+    if layer.query_key_norms is not None:
+        of_queries, of_keys = layer.query_key_norms
+        norm = partial(rms_norm, epsilon=config.rms_norm_eps)
+        return norm(queries, of_queries), norm(keys, of_keys)
+    if layer.projection_norms is not None:
+        of_queries, of_keys = layer.projection_norms[:, :-1], layer.projection_norms[:, -1]
+        epsilon, dim = config.rms_norm_eps, config.head_dim
+        return (
+            _norm_over_heads(queries, of_queries, config.num_heads * dim, epsilon),
+            _norm_over_heads(keys, of_keys, config.num_kv_heads * dim, epsilon),
+        )
+    return queries, keys
+
+
+def _norm_over_heads(
+    x: Float[Array, "*shape T"], weight: Float[Array, "*shape"], size: int, epsilon: float
+) -> Float[Array, "*shape T"]:
+    """Root mean square norm over all heads of all devices: `size` numbers, besides padded heads, which are zeros."""
+    wide = x.astype(jnp.float32)
+    squares = psum(jnp.sum(wide * wide, axis=tuple(range(x.ndim - 1))), TENSOR)
+    return (wide * jax.lax.rsqrt(squares / size + epsilon)).astype(x.dtype) * weight[..., None]
+
+
+def _mlp(layer: Mlp, h: Float[Array, "E T"], config: ModelConfig) -> Float[Array, "E T"]:
+    mlp = layer.down.shape[1]
+    gate_up = linear(layer.gate_up.reshape(2 * mlp, -1), h).reshape(2, mlp, -1)
+    if layer.gate_up_bias is not None:
+        gate_up = gate_up + layer.gate_up_bias[..., None]
+    out = psum(linear(layer.down, ACTIVATIONS[config.activation](gate_up[0]) * gate_up[1]), TENSOR)
+    return out if layer.down_bias is None else out + layer.down_bias[:, None]

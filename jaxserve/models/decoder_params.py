@@ -1,0 +1,201 @@
+"""Parameters of a decoder: the pytrees, their declarations, and which of a checkpoint's tensors they are made of.
+
+Owns shapes and names. What is computed with them is `decoder.py`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.config import ModelConfig
+from jaxserve.models.params import ParamSpec
+from pallas_kernels import pytree
+
+NORMS_OF = {"pre": 2, "post": 2, "both": 4}
+"""Norms of a block, by where `ModelConfig.norms` says they are."""
+
+HEAD_AXES = ("kv_heads", "heads_of_group", "head_dim")
+
+
+@pytree.dataclass
+class Mlp:
+    """A gated MLP: `down(activation(gate) * up)`, gate and up side by side."""
+
+    gate_up: Float[Array, "2 F E"]
+    gate_up_bias: Float[Array, "2 F"] | None
+    down: Float[Array, "E F"]
+    down_bias: Float[Array, " E"] | None
+
+
+@pytree.dataclass
+class Layer:
+    """One block. `G` is the number of query heads of a KV head, which come before their K and V in `qkv`.
+
+    Attributes:
+        norms: in the order in which they apply.
+        query_key_norms: of a head's queries and of its keys, where heads are normed one by one.
+        projection_norms: of a KV head's queries and, last, its keys, where they are normed over all heads.
+    """
+
+    norms: Float[Array, "N E"]
+    qkv: Float[Array, "K G+2 D E"]
+    qkv_bias: Float[Array, "K G+2 D"] | None
+    query_key_norms: Float[Array, "2 D"] | None
+    projection_norms: Float[Array, "K G+1 D"] | None
+    output: Float[Array, "E K G D"]
+    output_bias: Float[Array, " E"] | None
+    mlp: Mlp
+
+
+@pytree.dataclass
+class DecoderParams:
+    """The whole model. `lm_head` is None where it is tied to `embedding`."""
+
+    embedding: Float[Array, "V E"]
+    layers: tuple[Layer, ...]
+    final_norm: Float[Array, " E"]
+    lm_head: Float[Array, "V E"] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """What a family calls a block's tensors, below `model.layers.N.` and without `.weight` or `.bias`.
+
+    Attributes:
+        norms: in the order in which they apply.
+        qkv: queries, keys and values, or one tensor of all three.
+        gate_up: gate and up, or one tensor of both.
+    """
+
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    query_key_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    output: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+def specs(config: ModelConfig, names: TensorNames) -> DecoderParams:
+    """The parameters' declarations, in the shape of `DecoderParams`."""
+    hidden = config.hidden_size
+    table = (config.vocab_size, hidden)
+    layers = tuple(_LayerSpecs(config, names, f"model.layers.{index}.").layer() for index in range(config.num_layers))
+    fields: dict[str, Any] = {
+        "embedding": ParamSpec(table, ("vocab", "embed"), (("model.embed_tokens.weight", table),)),
+        "layers": layers,
+        "final_norm": _norm((hidden,), ("embed",), (("model.norm.weight", (hidden,)),), config.norm_offset),
+        "lm_head": None if config.tie_embeddings else ParamSpec(table, ("vocab", "embed"), (("lm_head.weight", table),)),
+    }
+    return DecoderParams(**fields)
+
+
+Tensors = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def _norm(shape: tuple[int, ...], axes: tuple[str, ...], tensors: Tensors, offset: float) -> ParamSpec:
+    """Weights of norms, one below the other where there are several tensors. `offset` is added once, here.
+
+    With an offset they are kept in float32: in bfloat16 the sum would lose what the weight alone has.
+    """
+
+    def build(parts: list[np.ndarray]) -> np.ndarray:
+        return np.stack([part.astype(np.float32) + offset for part in parts]).reshape(shape)
+
+    return ParamSpec(shape, axes, tensors, build, scale=0, dtype="float32" if offset else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerSpecs:
+    """Declarations of the block whose tensors' names begin with `prefix`."""
+
+    config: ModelConfig
+    names: TensorNames
+    prefix: str
+
+    def layer(self) -> Layer:
+        config, names = self.config, self.names
+        hidden = config.hidden_size
+        heads, group, dim = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
+        wide = heads * group * dim
+        widths = [wide, heads * dim, heads * dim] if len(names.qkv) > 1 else [wide + 2 * heads * dim]
+        assert len(names.norms) == NORMS_OF[config.norms], f"{config.family}: {names.norms} for {config.norms}"
+
+        def by_head(parts: list[np.ndarray]) -> np.ndarray:
+            if len(parts) == 1:
+                parts = np.split(parts[0], [wide, wide + heads * dim])
+            return np.concatenate([part.reshape(heads, -1, dim, *part.shape[1:]) for part in parts], axis=1)
+
+        norms = tuple((f"{self.prefix}{name}.weight", (hidden,)) for name in names.norms)
+        fields: dict[str, Any] = {
+            "norms": _norm((len(norms), hidden), ("norms_of_layer", "embed"), norms, config.norm_offset),
+            "qkv": ParamSpec(
+                (heads, group + 2, dim, hidden), (*HEAD_AXES, "embed"), self._weights(names.qkv, widths, hidden), by_head
+            ),
+            "qkv_bias": None,
+            "query_key_norms": None,
+            "projection_norms": None,
+            "output": ParamSpec(
+                (hidden, heads, group, dim),
+                ("embed", *HEAD_AXES),
+                self._weights((names.output,), [hidden], wide),
+                lambda parts: parts[0].reshape(hidden, heads, group, dim),
+            ),
+            "output_bias": self._bias(names.output, config.output_bias),
+            "mlp": self.mlp(),
+        }
+        if config.qkv_bias:
+            fields["qkv_bias"] = ParamSpec((heads, group + 2, dim), HEAD_AXES, self._biases(names.qkv, widths), by_head)
+        if config.qk_norm == "head":
+            tensors = tuple((f"{self.prefix}{name}.weight", (dim,)) for name in names.query_key_norms)
+            fields["query_key_norms"] = _norm((2, dim), ("query_and_key", "head_dim"), tensors, config.norm_offset)
+        elif config.qk_norm == "projection":
+            assert not config.norm_offset, "no family has both"
+            wides = zip(names.query_key_norms, (wide, heads * dim), strict=True)
+            tensors = tuple((f"{self.prefix}{name}.weight", (width,)) for name, width in wides)
+            fields["projection_norms"] = ParamSpec((heads, group + 1, dim), HEAD_AXES, tensors, by_head, scale=0)
+        return Layer(**fields)
+
+    def mlp(self) -> Mlp:
+        names, hidden, mlp = self.names, self.config.hidden_size, self.config.intermediate_size
+        widths = [mlp, mlp] if len(names.gate_up) > 1 else [2 * mlp]
+        has_bias = self.config.mlp_bias
+
+        def side_by_side(parts: list[np.ndarray]) -> np.ndarray:
+            return np.stack(parts) if len(parts) > 1 else parts[0].reshape(2, mlp, *parts[0].shape[1:])
+
+        fields: dict[str, Any] = {
+            "gate_up": ParamSpec(
+                (2, mlp, hidden),
+                ("gate_and_up", "mlp", "embed"),
+                self._weights(names.gate_up, widths, hidden),
+                side_by_side,
+            ),
+            "gate_up_bias": None,
+            "down": ParamSpec((hidden, mlp), ("embed", "mlp"), self._weights((names.down,), [hidden], mlp)),
+            "down_bias": self._bias(names.down, has_bias),
+        }
+        if has_bias:
+            biases = self._biases(names.gate_up, widths)
+            fields["gate_up_bias"] = ParamSpec((2, mlp), ("gate_and_up", "mlp"), biases, side_by_side)
+        return Mlp(**fields)
+
+    def _weights(self, names: tuple[str, ...], widths: list[int], inputs: int) -> Tensors:
+        pairs = zip(names, widths, strict=True)
+        return tuple((f"{self.prefix}{name}.weight", (width, inputs)) for name, width in pairs)
+
+    def _biases(self, names: tuple[str, ...], widths: list[int]) -> Tensors:
+        return tuple((f"{self.prefix}{name}.bias", (width,)) for name, width in zip(names, widths, strict=True))
+
+    def _bias(self, name: str, there: bool) -> ParamSpec | None:
+        hidden = self.config.hidden_size
+        return ParamSpec((hidden,), ("embed",), self._biases((name,), [hidden])) if there else None
+
+
+def kv_scale_tensors(config: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """A checkpoint's tensors, where it has them, that hold each layer's scales of K and V in float8 pages."""
+    prefixes = (f"model.layers.{index}.self_attn." for index in range(config.num_layers))
+    return tuple((f"{prefix}k_scale", f"{prefix}v_scale") for prefix in prefixes)

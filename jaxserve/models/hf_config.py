@@ -1,0 +1,204 @@
+"""Reads Hugging Face's `config.json`, in the variants that are about: the keys that all families share, checked.
+
+Owns the errors for what is missing or wrong. What a family's own keys mean is the family's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.config import RopeScaling
+from jaxserve.errors import ConfigError
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class HfConfig:
+    """The text model's part of a `config.json`.
+
+    Attributes:
+        where: named in errors, such as the file's path.
+    """
+
+    values: Mapping[str, Any]
+    where: str
+
+    def error(self, key: str, expected: str) -> ConfigError:
+        """An error that says what `key` should be and what it is."""
+        found = repr(self.values[key])[:80] if key in self.values else "no such key"
+        return ConfigError(f"{self.where}: {key} must be {expected}, found {found}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`; `default` where it is absent or null."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer; demanded if there is no default."""
+        value = self.get(key, default)
+        if type(value) is not int or value < 1:
+            raise self.error(key, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number; demanded if there is no default."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.error(key, "a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A boolean."""
+        value = self.get(key, default)
+        if type(value) is not bool:
+            raise self.error(key, "true or false")
+        return value
+
+    def optional_number(self, key: str) -> float | None:
+        """A number, or None where the key is absent or null."""
+        return None if self.get(key) is None else self.number(key)
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """`rope_parameters` or `rope_scaling`, whichever there is; {} for neither."""
+        return self._rope("rope_parameters") or self._rope("rope_scaling")
+
+    def _rope(self, key: str) -> Mapping[str, Any]:
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object")
+        return value
+
+    def activation(self, default: str = "silu") -> str:
+        """Of the MLP's gate, under our name."""
+        name = self.get("hidden_activation") or self.get("hidden_act") or default
+        if name not in ACTIVATIONS:
+            raise ConfigError(f"{self.where}: activation {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
+
+    def common(self) -> dict[str, Any]:
+        """Fields of `ModelConfig` that every family has, `family` and the biases excepted."""
+        num_heads = self.count("num_attention_heads")
+        hidden = self.count("hidden_size")
+        dim = self.count("head_dim", max(1, hidden // num_heads))
+        return {
+            "vocab_size": self.count("vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": self.count("intermediate_size"),
+            "num_layers": self.count("num_hidden_layers"),
+            "num_heads": num_heads,
+            "num_kv_heads": self.count("num_key_value_heads", num_heads),
+            "head_dim": dim,
+            "max_position": self.count("max_position_embeddings"),
+            "rms_norm_eps": self.number("rms_norm_eps", 1e-6),
+            "activation": self.activation(),
+            "rope_theta": self.rope_theta(),
+            "rope_scaling": self.rope_scaling(),
+            "rotary_dim": self._rotary_dim(dim),
+            "tie_embeddings": self.flag("tie_word_embeddings"),
+            "bos_token_id": self.get("bos_token_id"),
+            "eos_token_ids": self._eos_token_ids(),
+        }
+
+    def rope_theta(self, default: float = 10_000.0) -> float:
+        """The base of rotary frequencies."""
+        return float(self.get("rope_theta") or self.rope.get("rope_theta") or default)
+
+    def _rotary_dim(self, head_dim: int) -> int:
+        part = float(self.get("partial_rotary_factor") or self.rope.get("partial_rotary_factor") or 1.0)
+        if not 0 < part <= 1:
+            raise self.error("partial_rotary_factor", "above 0 and at most 1")
+        return 0 if part == 1.0 else int(head_dim * part)
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        value = self.get("eos_token_id", [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(item) is int and item >= 0 for item in ids):
+            raise self.error("eos_token_id", "a token id or a list of them")
+        return tuple(ids)
+
+    def windowed(self, default: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which layers have a window, by `layer_types` if it is there."""
+        types = self.get("layer_types")
+        if types is None:
+            return default
+        known = {"sliding_attention": True, "full_attention": False}
+        if not isinstance(types, list) or not all(kind in known for kind in types):
+            raise self.error("layer_types", "a list of sliding_attention and full_attention")
+        return tuple(known[kind] for kind in types)
+
+    def rope_scaling(self, rope: Mapping[str, Any] | None = None) -> RopeScaling | None:
+        """How `rope`, by default that of the whole model, stretches frequencies; None for not at all."""
+        rope = self.rope if rope is None else rope
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return None
+        if kind == "su":
+            kind = "longrope"
+        readers = {"linear": self._linear, "llama3": self._llama3, "yarn": self._yarn, "longrope": self._longrope}
+        if kind not in readers:
+            raise ConfigError(f"{self.where}: rope scaling {kind!r} is not supported; known: default, {', '.join(readers)}")
+        try:
+            return readers[kind](rope)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{self.where}: rope scaling {dict(rope)!r:.200}: {error!r} is missing or wrong") from None
+
+    def _original(self, rope: Mapping[str, Any]) -> int:
+        own = rope.get("original_max_position_embeddings") or self.get("original_max_position_embeddings")
+        return int(own or self.count("max_position_embeddings"))
+
+    def _linear(self, rope: Mapping[str, Any]) -> RopeScaling:
+        return RopeScaling(kind="linear", factor=float(rope["factor"]))
+
+    def _llama3(self, rope: Mapping[str, Any]) -> RopeScaling:
+        return RopeScaling(
+            kind="llama3",
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_position=int(rope["original_max_position_embeddings"]),
+        )
+
+    def _yarn(self, rope: Mapping[str, Any]) -> RopeScaling:
+        return RopeScaling(
+            kind="yarn",
+            factor=float(rope["factor"]),
+            original_max_position=self._original(rope),
+            beta_fast=float(rope.get("beta_fast") or 32.0),
+            beta_slow=float(rope.get("beta_slow") or 1.0),
+            truncate=bool(rope.get("truncate", True)),
+            attention_factor=_yarn_attention_factor(rope),
+        )
+
+    def _longrope(self, rope: Mapping[str, Any]) -> RopeScaling:
+        original = self._original(rope)
+        factor = float(rope.get("factor") or self.count("max_position_embeddings") / original)
+        attention = rope.get("attention_factor")
+        if attention is None:
+            attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return RopeScaling(
+            kind="longrope",
+            factor=factor,
+            original_max_position=original,
+            attention_factor=float(attention),
+            short_factors=tuple(map(float, rope["short_factor"])),
+            long_factors=tuple(map(float, rope["long_factor"])),
+        )
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any]) -> float:
+    """YaRN's "temperature" (Peng et al., 2023), with DeepSeek's two further factors where they are given."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def scale(factor: float, weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    factor = float(rope["factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(factor, float(rope["mscale"])) / scale(factor, float(rope["mscale_all_dim"]))
+    return scale(factor, 1.0)
