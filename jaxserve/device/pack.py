@@ -35,6 +35,7 @@ _INT_FIELDS = (
     "min_tokens",
     "num_logprobs",
     "has_bias",
+    "waits",
 )
 _FLOAT_FIELDS = (
     "uniform",
@@ -58,6 +59,7 @@ class SampleRows:
         last_token: index of the row's last token among the step's.
         next_position: where the sampled token goes.
         num_logprobs: -1 for none.
+        waits: not 0 where the step need not choose: in padding, and where `constrained` does so later.
         uniform: in [0, 1), for the draw.
         forbidden: ids that `min_tokens` forbids, padded with `V`.
     """
@@ -70,6 +72,7 @@ class SampleRows:
     min_tokens: Int[Array, " R"]
     num_logprobs: Int[Array, " R"]
     has_bias: Int[Array, " R"]
+    waits: Int[Array, " R"]
     uniform: Float[Array, " R"]
     temperature: Float[Array, " R"]
     top_p: Float[Array, " R"]
@@ -189,13 +192,13 @@ def _fields(ints: tuple[int, ...], floats: tuple[float, ...]) -> np.ndarray:
 
 def padding_sample(no_slot: int) -> np.ndarray:
     """Fields of a place where nothing is sampled."""
-    return _fields((no_slot, 0, 0, 0, 0, 0, -1, 0), (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0))
+    return _fields((no_slot, 0, 0, 0, 0, 0, -1, 0, 1), (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0))
 
 
 def _unasking_fields(row: PlanRow, last_token: int) -> np.ndarray:
     """Of a row that will be sampled again, so that it costs the step nothing but the log probabilities that it asks for."""
     num_logprobs = -1 if row.params.logprobs is None else row.params.logprobs
-    ints = (row.slot, last_token, row.start + row.count, 0, 0, 0, num_logprobs, 0)
+    ints = (row.slot, last_token, row.start + row.count, 0, 0, 0, num_logprobs, 0, 1)
     return _fields(ints, (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0))
 
 
@@ -211,6 +214,7 @@ def sample_fields(row: PlanRow, last_token: int) -> np.ndarray:
         params.min_tokens,
         -1 if params.logprobs is None else params.logprobs,
         bool(params.logit_bias),
+        0,
     )
     floats = (
         uniform(row.seed, next_position),

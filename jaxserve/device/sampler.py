@@ -96,7 +96,7 @@ def choose_tokens(
     draw_impl: str,
     allowed: Bool[Array, "V R"] | None = None,
 ) -> Int[Array, " R"]:
-    """A token for each row, one of those that are `allowed` to it where that is given."""
+    """A token for each row, one of those that are `allowed` to it where that is given; 0 where all rows wait."""
     penalised = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
     adjusts = penalised | (rows.has_bias > 0) | (rows.min_tokens > 0)
     special = jnp.any(adjusts | (rows.temperature > 0))
@@ -105,7 +105,12 @@ def choose_tokens(
     def masked() -> Float[Array, "V R"]:
         return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
-    return lax.cond(special, lambda: _special(masked().T, rows, state, draw_impl), lambda: first_argmax(masked()))
+    branches = (
+        lambda: first_argmax(masked()),
+        lambda: _special(masked().T, rows, state, draw_impl),
+        lambda: jnp.zeros(logits.shape[1], jnp.int32),
+    )
+    return lax.switch(jnp.where(jnp.all(rows.waits != 0), 2, special.astype(jnp.int32)), branches)
 
 
 def first_argmax(logits: Float[Array, "V R"]) -> Int[Array, " R"]:

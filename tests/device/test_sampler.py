@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, softmax
 
 from jaxserve.device.pack import MAX_FORBIDDEN, SampleRows
-from jaxserve.device.sampler import Sampled, SlotState, adjust, choose_draw, draw, first_argmax, sample
+from jaxserve.device.sampler import Sampled, SlotState, adjust, choose_draw, choose_tokens, draw, first_argmax, sample
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from pallas_kernels.sample.xla import keep_top_k, keep_top_p
 from tests.cached import CACHED
@@ -29,7 +29,7 @@ def make_rows(num_rows: int, **values: Any) -> SampleRows:
     """Rows 0, 1, ... of slots 0, 1, ... that ask for nothing but greedy tokens, except what `values` say."""
     defaults: dict[str, Any] = {
         "slot": np.arange(num_rows), "last_token": 0, "next_position": 1, "top_k": 0, "num_prompt": 1, "min_tokens": 0,
-        "num_logprobs": -1, "has_bias": 0, "uniform": 0.5, "temperature": 0.0, "top_p": 1.0, "min_p": 0.0,
+        "num_logprobs": -1, "has_bias": 0, "waits": 0, "uniform": 0.5, "temperature": 0.0, "top_p": 1.0, "min_p": 0.0,
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
     }  # fmt: skip
     fields = {name: np.broadcast_to(value, num_rows) for name, value in {**defaults, **values}.items() if name != "forbidden"}
@@ -373,3 +373,12 @@ def test_the_tpu_kernel_chooses_the_same_tokens(dma_mode: str) -> None:
     assert len(np.unique(expected.tokens)) > num_rows // 2
     found = run_interpreted(jax.jit(partial(sample, draw_impl="tpu")), logits, rows, state, dma_mode=dma_mode)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_nothing_is_chosen_where_all_rows_wait() -> None:
+    """A step of constrained rows alone leaves choosing to what has their masks; beside one that does not wait all choose."""
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((40, 3)), jnp.float32)
+    best = np.asarray(logits).argmax(axis=0)
+    for waits, expected in (((1, 1, 1), (0, 0, 0)), ((1, 0, 1), best), ((0, 0, 0), best)):
+        found = choose_tokens(logits, make_rows(3, waits=np.array(waits)), make_state(40), "xla")
+        np.testing.assert_array_equal(found, expected)
