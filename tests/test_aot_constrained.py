@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.device.constrained import jit_constrain, upload_width
 from jaxserve.device.sampler import choose_draw, empty_state
-from jaxserve.models.sharding import TENSOR
+from jaxserve.models.sharding import mesh_of
 from pallas_kernels.aot import TARGETS
 from tests.kernels.ladder.compiled import compile_all, job, require
 
@@ -25,7 +24,7 @@ CASES = (("v5e", 1), ("h200", 1))
 
 def constrained(devices: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """The program for 64 rows of the 8B model's vocabulary, and its abstract arguments."""
-    mesh = Mesh(np.array(devices), (TENSOR,))
+    mesh = mesh_of(devices)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -8,15 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.device.abstract import pool_shape
 from jaxserve.device.host_pages import BATCHES, gather_pages, scatter_pages
 from jaxserve.device.prepare import copy_pages
 from jaxserve.device.step import POOL_AXES
-from jaxserve.models.sharding import TENSOR, partition_spec
+from jaxserve.models.sharding import mesh_of, partition_spec
 from pallas_kernels.aot import TARGETS
 from tests.kernels.ladder.compiled import compile_all, job, require
 from tests.kernels.ladder.programs import MODELS
@@ -51,7 +50,7 @@ def host_moves(devices: Sequence[Any], *, impl: str, back: bool) -> tuple[Any, t
 
 def pools_8b(devices: Sequence[Any], impl: str) -> tuple[tuple[jax.ShapeDtypeStruct, ...], NamedSharding]:
     """Pools of the 8B model, and the sharding of what every device has."""
-    model, mesh = MODELS["8b"], Mesh(np.array(devices), (TENSOR,))
+    model, mesh = MODELS["8b"], mesh_of(devices)
     shape = pool_shape(model, NUM_PAGES, PAGE_SIZE, mesh, impl)
     split = NamedSharding(mesh, partition_spec(POOL_AXES))
     pool = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=split)

@@ -21,7 +21,7 @@ from jaxserve.device.sampler import empty_state
 from jaxserve.device.step import DeviceState, jit_step, make_step, state_shardings
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import ParamSpec, map_specs
-from jaxserve.models.sharding import TENSOR
+from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan
 from jaxserve.request import SamplingParams
 
@@ -115,7 +115,7 @@ def _time_step(config: ModelConfig, params: Any, mesh: Any, batch: int, context:
 def step(quick: bool, out: Path) -> list[Row]:
     """Decodes of batch 1, 16 and 128 at context 1k."""
     config, context = (TINY, 100) if quick else (LLAMA_8B, 1024)
-    mesh = Mesh(np.asarray(jax.devices()[:1]), (TENSOR,))
+    mesh = make_mesh(1)
     params = _random_params(config, mesh)
     # The embedding is looked up, not read.
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - params.embedding.nbytes

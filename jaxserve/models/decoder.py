@@ -19,7 +19,7 @@ from jaxserve.models.batch import StepBatch
 from jaxserve.models.decoder_params import DecoderParams, Layer, Mlp
 from jaxserve.models.layers import ACTIVATIONS, embed, linear, psum, rms_norm, scaled, soft_cap
 from jaxserve.models.rope import rotary_table, rotate, rotate_tokens_first
-from jaxserve.models.sharding import TENSOR
+from jaxserve.models.sharding import DEVICES
 from pallas_kernels.kv_update import kv_update
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, schedule
 
@@ -63,7 +63,7 @@ def forward(
     )
     rotary = _rotary_tables(batch, config)
     work = {window: lay_out(window=window) for window in dict.fromkeys(windows)}
-    x = scaled(embed(params.embedding, batch.token_ids, TENSOR), config.embedding_scale)
+    x = scaled(embed(params.embedding, batch.token_ids, DEVICES), config.embedding_scale)
     new_pools = []
     for index, (layer, pool) in enumerate(zip(params.layers, pools, strict=True)):
         scales = None if kv_scales is None else kv_scales[index]
@@ -100,8 +100,8 @@ def head(
     """float32 logits of tokens as they leave the layers, whole on every device; and their hidden states, which are normed."""
     hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
     logits = linear(params.embedding if params.lm_head is None else params.lm_head, hidden).astype(jnp.float32)
-    if jax.lax.axis_size(TENSOR) > 1:
-        logits = jax.lax.all_gather(logits, TENSOR, axis=0, tiled=True)
+    if jax.lax.axis_size(DEVICES) > 1:
+        logits = jax.lax.all_gather(logits, DEVICES, axis=0, tiled=True)
     return soft_cap(scaled(logits[: config.vocab_size], config.logits_scale), config.logits_soft_cap), hidden
 
 
@@ -173,7 +173,7 @@ def _attention(
     )
     # With the barrier the product finds its operand as it wants it; without, oneDNN transposes it at half the speed.
     attended = jax.lax.optimization_barrier(attended.reshape(tokens, -1).T)
-    out = psum(linear(layer.output.reshape(hidden, -1), attended), TENSOR)
+    out = psum(linear(layer.output.reshape(hidden, -1), attended), DEVICES)
     return out if layer.output_bias is None else out + layer.output_bias[:, None], pool
 
 
@@ -200,7 +200,7 @@ def _norm_over_heads(
 ) -> Float[Array, "*shape T"]:
     """Root mean square norm over all heads of all devices: `size` numbers, besides padded heads, which are zeros."""
     wide = x.astype(jnp.float32)
-    squares = psum(jnp.sum(wide * wide, axis=tuple(range(x.ndim - 1))), TENSOR)
+    squares = psum(jnp.sum(wide * wide, axis=tuple(range(x.ndim - 1))), DEVICES)
     return (wide * jax.lax.rsqrt(squares / size + epsilon)).astype(x.dtype) * weight[..., None]
 
 
@@ -209,5 +209,5 @@ def _mlp(layer: Mlp, h: Float[Array, "E T"], config: ModelConfig) -> Float[Array
     gate_up = linear(layer.gate_up.reshape(2 * mlp, -1), h).reshape(2, mlp, -1)
     if layer.gate_up_bias is not None:
         gate_up = gate_up + layer.gate_up_bias[..., None]
-    out = psum(linear(layer.down, ACTIVATIONS[config.activation](gate_up[0]) * gate_up[1]), TENSOR)
+    out = psum(linear(layer.down, ACTIVATIONS[config.activation](gate_up[0]) * gate_up[1]), DEVICES)
     return out if layer.down_bias is None else out + layer.down_bias[:, None]

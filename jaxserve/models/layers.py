@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+AxisName = str | tuple[str, ...]
+"""A mesh axis, or several as if they were one."""
+
 
 def linear(weights: Float[Array, "out in"], x: Float[Array, "in T"]) -> Float[Array, "out T"]:
     """`weights @ x`, accumulated in float32."""
@@ -53,7 +56,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def embed(table: Float[Array, "V_local E"], token_ids: Int[Array, " T"], axis_name: str) -> Float[Array, "E T"]:
+def embed(table: Float[Array, "V_local E"], token_ids: Int[Array, " T"], axis_name: AxisName) -> Float[Array, "E T"]:
     """Look up rows of a table whose vocabulary is split over `axis_name`."""
     local = token_ids - lax.axis_index(axis_name) * table.shape[0]
     mine = (local >= 0) & (local < table.shape[0])
@@ -62,6 +65,6 @@ def embed(table: Float[Array, "V_local E"], token_ids: Int[Array, " T"], axis_na
     return psum(rows.T, axis_name)
 
 
-def psum(x: Array, axis_name: str) -> Array:
+def psum(x: Array, axis_name: AxisName) -> Array:
     """Sum over the mesh axis; nothing where it has one device."""
     return x if jax.lax.axis_size(axis_name) == 1 else lax.psum(x, axis_name)

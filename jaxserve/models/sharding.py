@@ -5,18 +5,27 @@ The one table of the house. Models name logical axes; they see local shapes insi
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError
 
+EXPERT = "expert"
 TENSOR = "tensor"
+DEVICES = (EXPERT, TENSOR)
+"""All devices. What they share is summed over them: `psum(x, DEVICES)`."""
 
-MESH_AXES: dict[str, str | None] = {
-    "vocab": TENSOR,
-    "kv_heads": TENSOR,  # with each its group of query heads
-    "mlp": TENSOR,
+MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
+    "vocab": DEVICES,
+    "kv_heads": DEVICES,  # with each its group of query heads
+    "mlp": DEVICES,
+    "experts": EXPERT,
+    "expert_mlp": TENSOR,
     "embed": None,
     "heads_of_group": None,
     "head_dim": None,
@@ -28,21 +37,28 @@ MESH_AXES: dict[str, str | None] = {
     "page": None,
     "key_and_value": None,
 }
+"""Experts lie whole on one row of the mesh, whose devices split each one's width; everything else lies on all devices."""
 
 
-def make_mesh(tensor_parallel: int) -> Mesh:
-    """A mesh of `tensor_parallel` devices; the engine has one even if of one device.
+def make_mesh(tensor_parallel: int, expert_parallel: int = 1) -> Mesh:
+    """A mesh of `expert_parallel` times `tensor_parallel` devices; the engine has one even if of one device.
 
     Raises:
         ConfigError: there are fewer devices.
     """
-    devices = jax.devices()
-    if tensor_parallel > len(devices):
+    devices, wanted = jax.devices(), tensor_parallel * expert_parallel
+    if wanted > len(devices):
+        asked = f"tensor_parallel is {tensor_parallel}" + (f" times expert_parallel {expert_parallel}" * (expert_parallel > 1))
         raise ConfigError(
-            f"tensor_parallel is {tensor_parallel} but JAX sees {len(devices)} {devices[0].platform} device(s); on CPU, "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel} makes as many"
+            f"{asked} but JAX sees {len(devices)} {devices[0].platform} device(s); on CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes as many"
         )
-    return Mesh(np.array(devices[:tensor_parallel]), (TENSOR,))
+    return mesh_of(devices[:wanted], expert_parallel)
+
+
+def mesh_of(devices: Sequence[Any], expert_parallel: int = 1) -> Mesh:
+    """The mesh of these devices, neighbours along `TENSOR`."""
+    return Mesh(np.array(devices).reshape(expert_parallel, -1), DEVICES)
 
 
 def partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
@@ -54,12 +70,12 @@ def padded_shape(shape: tuple[int, ...], axes: tuple[str, ...], mesh: Mesh) -> t
     """`shape` with each sharded axis rounded up to a multiple of its mesh axis. Padding holds zeros.
 
     A zero KV head with its zero query heads and zero output columns adds nothing to the result, nor do zero MLP columns;
-    logits of padded vocabulary rows are cut off.
+    logits of padded vocabulary rows are cut off; no token is sent to a padded expert.
     """
 
     def round_up(size: int, axis: str) -> int:
-        mesh_axis = MESH_AXES[axis]
-        parts = 1 if mesh_axis is None else mesh.shape[mesh_axis]
+        mesh_axes = MESH_AXES[axis] or ()
+        parts = math.prod(mesh.shape[name] for name in ((mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes))
         return -(-size // parts) * parts
 
     return tuple(round_up(size, axis) for size, axis in zip(shape, axes, strict=True))

@@ -14,7 +14,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to, random_params
-from jaxserve.models.sharding import make_mesh, padded_shape, partition_spec
+from jaxserve.models.sharding import DEVICES, make_mesh, padded_shape, partition_spec
 from jaxserve.weights import load_params
 from tests.references.load import TINY_NAMES, load_tiny, write_hf_directory
 
@@ -46,9 +46,18 @@ def test_padded_shapes(shape: tuple[int, ...], axes: tuple[str, ...], devices: i
     assert padded_shape(shape, axes, make_mesh(devices)) == padded
 
 
+def test_experts_are_padded_to_the_rows_of_the_mesh_and_their_width_to_its_columns() -> None:
+    axes = ("experts", "gate_and_up", "expert_mlp", "embed")
+    assert padded_shape((5, 2, 7, 8), axes, make_mesh(2, 2)) == (6, 2, 8, 8)
+    assert padded_shape((5, 2, 7, 8), axes, make_mesh(1, 4)) == (8, 2, 7, 8)
+    assert padded_shape((5, 2, 7, 8), axes, make_mesh(4)) == (5, 2, 8, 8)
+    assert padded_shape((3, 7), ("kv_heads", "mlp"), make_mesh(2, 2)) == (4, 8), "the rest lies on all devices"
+
+
 def test_partition_specs_follow_the_one_table() -> None:
-    assert partition_spec(("kv_heads", "heads_of_group", "head_dim", "embed")) == PartitionSpec("tensor", None, None, None)
-    assert partition_spec(("embed", "mlp")) == PartitionSpec(None, "tensor")
+    assert partition_spec(("kv_heads", "heads_of_group", "head_dim", "embed")) == PartitionSpec(DEVICES, None, None, None)
+    assert partition_spec(("embed", "mlp")) == PartitionSpec(None, DEVICES)
+    assert partition_spec(("experts", "gate_and_up", "expert_mlp", "embed")) == PartitionSpec("expert", None, "tensor", None)
     with pytest.raises(KeyError):
         partition_spec(("no_such_axis",))
 
@@ -57,6 +66,10 @@ def test_a_mesh_needs_devices() -> None:
     found = len(jax.devices())
     with pytest.raises(ConfigError, match=f"tensor_parallel is {found + 1} but JAX sees {found} cpu device"):
         make_mesh(found + 1)
+    with pytest.raises(
+        ConfigError, match=f"1 times expert_parallel {found + 1} but JAX sees {found} .*device_count={found + 1}"
+    ):
+        make_mesh(1, found + 1)
 
 
 def test_pad_to_adds_zeros_at_the_end() -> None:

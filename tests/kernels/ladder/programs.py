@@ -7,13 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxserve.config import ModelConfig, RopeScaling
 from jaxserve.device.abstract import abstract_step
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.sampler import choose_draw
-from jaxserve.models.sharding import TENSOR
+from jaxserve.models.sharding import mesh_of
 from jaxserve.plan import RunnerLimits
 from pallas_kernels.programs import Program
 
@@ -55,7 +54,7 @@ def engine_step(
         vocab_size=config.vocab_size,
     )
     bucket = Bucket(chunk_tokens, chunk_tokens // 16, max_seqs)
-    mesh = Mesh(np.array(devices), (TENSOR,))
+    mesh = mesh_of(devices)
     return abstract_step(
         config,
         limits,
