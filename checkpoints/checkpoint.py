@@ -7,6 +7,7 @@ format gets there is the business of the module that reads it.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 GGUF_MAGIC = b"GGUF"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class CheckpointError(Exception):
@@ -100,6 +102,10 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def stored_bytes(self) -> Mapping[str, int]:
+        """Bytes of tensors on disk, by the name of the type in which they are stored."""
+        ...
+
     def close(self) -> None:
         """Release the files. Arrays that were read stay valid."""
         ...
@@ -130,6 +136,13 @@ class CheckpointBase:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         return self.tensors[name]
+
+    def stored_bytes(self) -> Mapping[str, int]:
+        """Bytes of tensors on disk, by type: here as they are read."""
+        counts: collections.Counter[str] = collections.Counter()
+        for info in self.tensors.values():
+            counts[info.dtype.name] += info.nbytes
+        return counts
 
     def close(self) -> None:
         """Release the files."""
@@ -185,7 +198,19 @@ def _check_gguf_file(path: Path) -> None:
         return
     if path.suffix == ".safetensors" or path.name == "config.json":
         raise CheckpointError(f"{path}: is one file of a Hugging Face directory; pass the directory {path.parent}")
+    if path.suffix in PICKLES:
+        raise CheckpointError(f"{path}: {_pickle_advice(path.parent)}")
     raise CheckpointError(f"{path}: not a GGUF file: it starts with {magic!r}, expected {GGUF_MAGIC!r}")
+
+
+def _pickle_advice(directory: Path) -> str:
+    convert = "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; " + "; ".join(
+        f"{kind}.from_pretrained('{directory}').save_pretrained('{directory.name}-safetensors')" for kind in "MT"
+    )
+    return (
+        "is a PyTorch pickle, which can run code when it is read, so it is not. If you trust it, convert it where torch and "
+        f'transformers are installed: python -c "{convert}"'
+    )
 
 
 def _unknown_directory(path: Path) -> str:
@@ -193,8 +218,9 @@ def _unknown_directory(path: Path) -> str:
     ggufs = sorted(entry.name for entry in path.glob("*.gguf"))
     if ggufs:
         return f"{path}: holds GGUF files; pass one of them: {', '.join(ggufs)}"
-    if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
-        return f"{path}: holds PyTorch pickles, which can run code when read; convert them to safetensors first"
+    pickles = sorted(entry.name for entry in path.iterdir() if entry.suffix in PICKLES)
+    if pickles:
+        return f"{path}: {pickles[0]} {_pickle_advice(path)}"
     names = sorted(entry.name for entry in path.iterdir())
     found = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "an empty directory"
     return f"{path}: not a checkpoint: {expected}, found {found}"

@@ -84,9 +84,9 @@ def read_text(path: Path) -> str:
 
 
 def parse_json_object(text: str | bytes, where: str) -> dict[str, Any]:
-    """Parse a JSON object; `where` names it in errors."""
+    """Parse a JSON object; `where` names it in errors. A byte order mark before it is skipped, as some editors write one."""
     try:
-        value = json.loads(text)
+        value = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(value, dict):

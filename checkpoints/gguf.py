@@ -6,6 +6,8 @@ is `gguf_tokenizer`'s.
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,12 @@ class GgufCheckpoint(CheckpointBase):
     def read(self, name: str) -> np.ndarray:
         self.info(name)
         return self._read(self._stored[self._names[name]], self._row_order(name))
+
+    def stored_bytes(self) -> Mapping[str, int]:
+        counts: collections.Counter[str] = collections.Counter()
+        for tensor in self._stored.values():
+            counts[tensor.kind.name] += tensor.nbytes
+        return counts
 
     def close(self) -> None:
         self._file.close()

@@ -17,16 +17,64 @@ TOOL_TEMPLATE = Path("additional_chat_templates", "tool_use.jinja")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """`config.json`, with the token ids that `generation_config.json` sets, since those are what generation follows."""
+    """`config.json`, with the token ids of `generation_config.json`: its BOS, and the tokens that end a text in either.
+
+    Tokens that are given by their text become ids.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; a checkpoint directory must have one")
     config = read_json_object(path)
+    nested = config.get("text_config")
+    in_text = nested if isinstance(nested, Mapping) else {}
+    for key in ("bos_token_id", "eos_token_id"):
+        if config.get(key) is None and in_text.get(key) is not None:
+            config[key] = in_text[key]
     generation = directory / "generation_config.json"
-    if generation.is_file():
-        found = read_json_object(generation)
-        config |= {key: found[key] for key in ("bos_token_id", "eos_token_id") if found.get(key) is not None}
+    found = read_json_object(generation) if generation.is_file() else {}
+    if found.get("bos_token_id") is not None:
+        config["bos_token_id"] = found["bos_token_id"]
+    if found.get("eos_token_id") is not None:
+        config["eos_token_id"] = _union(found["eos_token_id"], config.get("eos_token_id"))
+    for key in ("bos_token_id", "eos_token_id"):
+        if key in config:
+            config[key] = _with_ids(config[key], directory, f"{path}: {key}")
+            if key in in_text:
+                config["text_config"] = config["text_config"] | {key: config[key]}
+    quantised = directory / "hf_quant_config.json"
+    if quantised.is_file() and not config.get("quantization_config"):
+        # Where NVIDIA's ModelOpt put it before it wrote it into config.json.
+        config["quantization_config"] = {"quant_method": "modelopt"} | _object(read_json_object(quantised), "quantization")
     return config
+
+
+def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = values.get(key)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _union(first: Any, second: Any) -> Any:
+    """One token id, or a list of all that are in either, in order."""
+    values = [*(first if isinstance(first, list) else [first]), *(second if isinstance(second, list) else [second])]
+    unique = [value for index, value in enumerate(values) if value is not None and value not in values[:index]]
+    return unique[0] if len(unique) == 1 and not isinstance(first, list) else unique
+
+
+def _with_ids(value: Any, directory: Path, where: str) -> Any:
+    """`value`, a token or a list of them, with ids in the place of texts."""
+    if isinstance(value, list):
+        return [_with_ids(item, directory, where) for item in value]
+    if not isinstance(value, str):
+        return value
+    path = directory / "tokenizer.json"
+    tokenizer = read_json_object(path) if path.is_file() else {}
+    for entry in tokenizer.get("added_tokens") or ():
+        if isinstance(entry, Mapping) and entry.get("content") == value:
+            return entry.get("id")
+    vocabulary = _object(_object(tokenizer, "model"), "vocab")
+    if not value.isdecimal() and value not in vocabulary:
+        raise CheckpointError(f"{where}: {value!r} is neither a token id nor a token of {path}")
+    return int(value) if value.isdecimal() else vocabulary[value]
 
 
 def read_tokenizer(directory: Path) -> TokenizerFiles | None:
@@ -39,7 +87,7 @@ def read_tokenizer(directory: Path) -> TokenizerFiles | None:
     text = pieces = None
     declared: dict[str, Any] = {}
     if tokenizer_json.is_file():
-        text = read_text(tokenizer_json)
+        text = read_text(tokenizer_json).removeprefix("\ufeff")
         declared = parse_json_object(text, str(tokenizer_json))
     else:
         with naming(sentencepiece):

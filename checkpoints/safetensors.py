@@ -7,6 +7,7 @@ memory of ours, an array can go to a CPU device without a copy, and writing need
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import numpy as np
 
 from checkpoints.checkpoint import CheckpointBase, CheckpointError, TensorInfo, TokenizerFiles
 from checkpoints.files import FileReader, aligned_empty, new_directory, parse_json_object, read_json_object
+from checkpoints.fp8 import FLOAT32, check_method, dequantise, find_scaled, without_method
 from checkpoints.hf_files import read_config, read_tokenizer, write_config, write_tokenizer
 
 INDEX = "model.safetensors.index.json"
@@ -56,28 +58,52 @@ class Entry:
 
 
 class SafetensorsCheckpoint(CheckpointBase):
-    """An open Hugging Face directory."""
+    """An open Hugging Face directory. `read` gives float32 for weights in FP8 that have scales."""
 
     def __init__(self, path: Path) -> None:
-        config = read_config(path)
+        stored_config = read_config(path)
+        check_method(stored_config, str(path / "config.json"))
         self._files: list[FileReader] = []
         self._entries: dict[str, tuple[FileReader, Entry]] = {}
         try:
             for shard in shard_paths(path):
                 self._add(shard)
             self._check_index(path)
-            tensors = {name: entry.info for name, (_, entry) in self._entries.items()}
-            super().__init__(path, config, read_tokenizer(path), tensors)
+            stored = {name: entry.info for name, (_, entry) in self._entries.items()}
+            self._scaled = find_scaled(stored, stored_config, str(path))
+            self._stored_config = stored_config
+            tensors = {name: info for name, info in stored.items() if name not in self._scaled.hidden}
+            tensors |= {name: TensorInfo(stored[name].shape, FLOAT32) for name in self._scaled.scales}
+            super().__init__(path, without_method(stored_config), read_tokenizer(path), tensors)
         except BaseException:
             self.close()
             raise
 
     def read(self, name: str) -> np.ndarray:
-        info = self.info(name)
+        self.info(name)
+        scale = self._scaled.scales.get(name)
+        if scale is None:
+            return self._read_stored(name)
         file, entry = self._entries[name]
-        values = aligned_empty(info.shape, info.dtype)
+        return dequantise(
+            entry.info,
+            self._read_stored(scale),
+            self._stored_config,
+            lambda target, start: file.read_into(target, entry.offset + start),
+            f"{self.path}: {scale}",
+        )
+
+    def _read_stored(self, name: str) -> np.ndarray:
+        file, entry = self._entries[name]
+        values = aligned_empty(entry.info.shape, entry.info.dtype)
         file.read_into(values, entry.offset)
         return values
+
+    def stored_bytes(self) -> Mapping[str, int]:
+        counts: collections.Counter[str] = collections.Counter()
+        for _, entry in self._entries.values():
+            counts[entry.info.dtype.name] += entry.info.nbytes
+        return counts
 
     def close(self) -> None:
         for file in self._files:
@@ -107,7 +133,8 @@ def shard_paths(directory: Path) -> list[Path]:
     They are those of the index; else `model.safetensors`; else the only file, or a complete numbered series.
 
     Raises:
-        CheckpointError: a shard is missing, or it is not clear which files belong together.
+        CheckpointError: a shard is missing, the index does not know one that is there, or it is not clear which files belong
+            together.
     """
     index = directory / INDEX
     if index.is_file():
@@ -115,6 +142,7 @@ def shard_paths(directory: Path) -> list[Path]:
         for path in paths:
             if not path.is_file():
                 raise CheckpointError(f"{path}: missing; {INDEX} lists {len(paths)} shards")
+        _check_surplus(directory, paths)
         return paths
     single = directory / "model.safetensors"
     if single.is_file():
@@ -123,6 +151,18 @@ def shard_paths(directory: Path) -> list[Path]:
     if len(found) == 1 and not re.search(r"-of-\d+", found[0].name):
         return found
     return _numbered_series(directory, found)
+
+
+def _check_surplus(directory: Path, listed: list[Path]) -> None:
+    """No other file may be numbered as one of the same series; files of other names and series are others' affair."""
+
+    def around_the_number(path: Path) -> tuple[str, ...]:
+        return tuple(re.split(r"\d+(?=-of-\d)", path.name, maxsplit=1))
+
+    series = {around_the_number(path) for path in listed}
+    for path in sorted(directory.glob("*-of-*.safetensors")):
+        if path not in listed and around_the_number(path) in series:
+            raise CheckpointError(f"{path}: a shard that {INDEX} does not list; is the index of another save?")
 
 
 def _numbered_series(directory: Path, found: list[Path]) -> list[Path]:

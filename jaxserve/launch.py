@@ -18,6 +18,7 @@ import jax
 
 from checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from checkpoints.sources import cache_dir, resolve
+from checkpoints.text_part import text_part
 from jaxserve.config import EngineConfig, HttpConfig, ModelConfig, ServeConfig
 from jaxserve.device.buckets import choose_bucket
 from jaxserve.device.build import build_runner, dtype_of
@@ -84,9 +85,10 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
     _limit_malloc_arenas()
     _enable_compile_cache(config.engine)
     try:
-        with open_checkpoint(resolve(config.model, models_dir())) as checkpoint, _no_garbage_collection():
+        with text_part(open_checkpoint(resolve(config.model, models_dir()))) as checkpoint, _no_garbage_collection():
             model_config = model_config_from_hf(checkpoint.config, where=str(checkpoint.path))
             tokenizer = _tokenizer(checkpoint)
+            model_config = _with_end_of_tokenizer(model_config, tokenizer)
             mesh = make_mesh(config.engine.tensor_parallel)
             dtype = dtype_of(config.engine)
             runner = build_runner(config.engine, model_config, mesh, dtype)
@@ -183,6 +185,14 @@ def _log_progress() -> Progress:
             logger.info("%s: %d%%", stage, 10 * tenth)
 
     return progress
+
+
+def _with_end_of_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The tokenizer's EOS ends texts too: who tunes a model for chat often names the new end there alone."""
+    end = tokenizer.eos_token_id
+    if end is None or end in config.eos_token_ids:
+        return config
+    return replace(config, eos_token_ids=(*config.eos_token_ids, end))
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -25,19 +25,51 @@ FAMILIES = {
 }
 
 
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Where the `config.json` of several models in one, such as text and vision, keeps the text model's."""
+
+
 def model_config_from_hf(config: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
     """Read a Hugging Face `config.json`, or the text model's part of one.
 
     Raises:
         ConfigError: on an unknown architecture, or a key that is missing or wrong, naming `where`.
     """
-    known = {name: family for family, row in FAMILIES.items() for name in row.architectures}
-    architectures = config.get("architectures") or [config.get("model_type", "unknown")]
-    name = str(architectures[0])
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{where}: unknown architecture {name!r}; known: {', '.join(sorted(known))}{hint}")
-    nested = config.get("text_config")
-    values = {**config, **nested} if isinstance(nested, Mapping) else config
-    return ModelConfig(family=known[name], **FAMILIES[known[name]].read(HfConfig(values, where)))
+    nested: Mapping[str, Any] = next((config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping)), {})
+    name = _known_name(config) or _known_name(nested)
+    if name is None:
+        raise _unknown_architecture(config, where)
+    values = {**config, **{key: value for key, value in nested.items() if value is not None}}
+    family = _ARCHITECTURES[name]
+    return ModelConfig(family=family, **FAMILIES[family].read(HfConfig(values, where)))
+
+
+_ARCHITECTURES = {name: family for family, row in FAMILIES.items() for name in row.architectures}
+
+
+def _names(config: Mapping[str, Any]) -> list[str]:
+    """What a config calls its architecture, the most particular name first."""
+    declared = config.get("architectures") or []
+    names = declared if isinstance(declared, list) else [declared]
+    return [str(name) for name in (*names, config.get("model_type")) if name]
+
+
+def _known_name(config: Mapping[str, Any]) -> str | None:
+    """The name by which a family knows the config, if one does.
+
+    A base model (`LlamaModel`) is the generating one without its head. `model_type` counts where no class is named, since
+    classes of one type, such as those that classify, compute different things.
+    """
+    names = _names(config)[:1]
+    names += [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
+    return next((name for name in names if name in _ARCHITECTURES), None)
+
+
+def _unknown_architecture(config: Mapping[str, Any], where: str) -> ConfigError:
+    name = (_names(config) or ["unknown"])[0]
+
+    def distance(known: str) -> float:
+        return -difflib.SequenceMatcher(None, name.lower(), known.lower()).ratio()
+
+    nearest = ", ".join(sorted(sorted(_ARCHITECTURES), key=distance))
+    return ConfigError(f"{where}: unknown architecture {name!r}; known, the nearest first: {nearest}")

@@ -187,7 +187,7 @@ NOT_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "absurd counts": (lambda p: p.write_bytes(b"GGUF\3\0\0\0" + b"\xff" * 16 + bytes(99)), "truncated or corrupt: .* entries"),
     "empty directory": (folder_with, "not a checkpoint: .* found an empty directory"),
     "a directory of GGUFs": (lambda p: folder_with(p, "x.gguf"), r"holds GGUF files; pass one of them: x\.gguf"),
-    "pickles": (lambda p: folder_with(p, "pytorch_model.bin"), "holds PyTorch pickles"),
+    "pickles": (lambda p: folder_with(p, "pytorch_model.bin"), "pytorch_model.bin is a PyTorch pickle.* python -c"),
     "something else": (lambda p: folder_with(p, "README"), "not a checkpoint: .* found README"),
 }
 

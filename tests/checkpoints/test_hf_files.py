@@ -35,12 +35,53 @@ def read(path: Path, *args: Any, **files: str) -> TokenizerFiles:
     return found
 
 
-def test_generation_config_has_the_last_word_on_end_tokens(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2, "bos_token_id": 1, "x": 3}))
-    (tmp_path / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [2, 7], "bos_token_id": None, "temperature": 1})
-    )
-    assert read_config(tmp_path) == {"eos_token_id": [2, 7], "bos_token_id": 1, "x": 3}
+def config_with(path: Path, config: Any, generation: Any = None, **files: Any) -> dict[str, Any]:
+    (path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    for name, value in files.items():
+        (path / f"{name}.json").write_text(json.dumps(value))
+    return read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_generation", "expected"),
+    [
+        (2, [2, 7], [2, 7]),
+        (9, [2, 7], [2, 7, 9]),
+        ([9, 2], 7, [7, 9, 2]),
+        (2, 2, 2),
+        (2, None, 2),
+        (None, 7, 7),
+    ],
+)
+def test_what_ends_a_text_in_either_file_ends_it(tmp_path: Path, of_config: Any, of_generation: Any, expected: Any) -> None:
+    found = config_with(tmp_path, {"eos_token_id": of_config}, {"eos_token_id": of_generation, "temperature": 1})
+    assert found == {"eos_token_id": expected}
+
+
+def test_generation_config_has_the_last_word_on_what_begins_one(tmp_path: Path) -> None:
+    assert config_with(tmp_path, {"bos_token_id": 1, "x": 3}, {"bos_token_id": 5}) == {"bos_token_id": 5, "x": 3}
+    assert config_with(tmp_path, {"bos_token_id": 1}, {"bos_token_id": None}) == {"bos_token_id": 1}
+
+
+def test_end_tokens_of_the_text_model_are_merged_too(tmp_path: Path) -> None:
+    found = config_with(tmp_path, {"text_config": {"eos_token_id": 1, "bos_token_id": 2}}, {"eos_token_id": [1, 106]})
+    ids = {"eos_token_id": [1, 106], "bos_token_id": 2}
+    assert found == {**ids, "text_config": ids}
+
+
+TOKENIZER = {"added_tokens": [{"id": 9, "content": "<|end|>", "special": True}], "model": {"vocab": {"</s>": 2, "7": 5}}}
+
+
+@pytest.mark.parametrize(("value", "expected"), [("<|end|>", 9), ("</s>", 2), ("7", 7), (["<|end|>", 2, "</s>"], [9, 2, 2])])
+def test_end_tokens_may_be_given_by_their_text(tmp_path: Path, value: Any, expected: Any) -> None:
+    assert config_with(tmp_path, {"eos_token_id": value}, tokenizer=TOKENIZER)["eos_token_id"] == expected
+
+
+def test_a_text_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id: '<\|eot\|>' is neither a token id nor a token of"):
+        config_with(tmp_path, {"eos_token_id": "<|eot|>"}, tokenizer=TOKENIZER)
 
 
 def test_no_tokenizer_files_is_no_tokenizer(tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ def test_a_complete_series_needs_no_index(tmp_path: Path) -> None:
 def test_files_outside_the_index_are_left_alone(tmp_path: Path) -> None:
     tensors = random_tensors(llama_shapes())
     tiny_hf(tmp_path, tensors, shards=2)
-    save_file({"model.norm.weight": np.zeros(3, np.float32)}, tmp_path / "consolidated.safetensors")
+    for other in ("consolidated.safetensors", "model-00001-of-00009.safetensors"):
+        save_file({"model.norm.weight": np.zeros(3, np.float32)}, tmp_path / other)
     with open_checkpoint(tmp_path) as checkpoint:
         assert_same_arrays(read_all(checkpoint), tensors)
 
@@ -165,6 +166,10 @@ def break_missing_shard(directory: Path) -> None:
 def break_missing_shard_without_index(directory: Path) -> None:
     (directory / INDEX).unlink()
     (directory / "model-00002-of-00003.safetensors").unlink()
+
+
+def break_surplus_shard(directory: Path) -> None:
+    save_file({"x": np.zeros(1)}, directory / "model-00004-of-00003.safetensors")
 
 
 def break_unclear_files(directory: Path) -> None:
@@ -209,6 +214,7 @@ def break_generation_config(directory: Path) -> None:
 BROKEN = {
     break_missing_shard: r"model-00002-of-00003\.safetensors: missing; model\.safetensors\.index\.json lists 3 shards",
     break_missing_shard_without_index: r"of the 3 shards model-\*\.safetensors number \[2\] is missing",
+    break_surplus_shard: r"model-00004-of-00003\.safetensors: a shard that model\.safetensors\.index\.json does not list",
     break_unclear_files: r"index\.json is missing, and .*other\.safetensors are not one numbered series",
     break_index_pointing_to_nothing: r"gone\.safetensors: missing",
     break_index_of_absent_tensor: r"index\.json: says that model-00001-of-00003\.safetensors holds 'absent\.weight'",
