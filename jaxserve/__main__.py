@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxserve import __version__
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.flags import add_engine_flags, add_http_flags, add_model_flags, serve_config_from_args
 
 SERVE_DESCRIPTION = """\
@@ -29,6 +29,19 @@ examples:
   jaxserve serve --model ./model.gguf --api-keys-file keys.toml --slo-ttft-ms 2000 --request-timeout 120
   jaxserve serve --model ./model.gguf --host 0.0.0.0 --certfile chain.pem --keyfile key.pem --api-keys-file keys.toml
 """
+
+
+INSPECT_DESCRIPTION = """\
+Say what a model is, and on what devices it fits with how many sequences of which length. Only headers are read: no weights are
+loaded and no device is used.
+"""
+INSPECT_EXAMPLES = """\
+examples:
+  jaxserve inspect smollm2-135m-instruct
+  jaxserve inspect hf:Qwen/Qwen3-8B --device v5e --kv-dtype int8
+  jaxserve inspect ./model.gguf --device h200 --tensor-parallel 2 --json
+"""
+DEVICES = ("v5e", "v6e", "v5p", "tpu7x", "h100", "h200", "a100", "cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +75,27 @@ def _parser() -> argparse.ArgumentParser:
     add_engine_flags(serve)
     add_http_flags(serve)
     serve.set_defaults(run=_serve)
+    _add_inspect(commands)
     return parser
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="say what a model is and where it fits",
+        description=INSPECT_DESCRIPTION,
+        epilog=INSPECT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    inspect.add_argument("model", metavar="MODEL", help="as of serve --model; of hf:ORG/NAME only the small files are fetched")
+    inspect.add_argument("--device", choices=DEVICES, help="kind of device; default: the fewest devices of each kind")
+    inspect.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="as of serve")
+    inspect.add_argument(
+        "--kv-dtype", choices=("auto", "float32", "bfloat16", "int8", "fp8"), default="auto", help="as of serve"
+    )
+    inspect.add_argument("--tensor-parallel", type=int, metavar="N", help="devices that share each layer; default: several")
+    inspect.add_argument("--json", action="store_true", help="print all figures as JSON, sizes in bytes")
+    inspect.set_defaults(run=_inspect)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -70,6 +103,23 @@ def _serve(args: argparse.Namespace) -> int:
     from jaxserve import launch
 
     return launch.serve(config)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    if args.tensor_parallel is not None and args.tensor_parallel < 1:
+        raise ConfigError(f"--tensor-parallel must be at least 1, found {args.tensor_parallel}")
+    from jaxserve import inspect_model, inspect_report
+
+    found = inspect_model.inspect(args.model)
+    fits = inspect_model.fits(
+        found.config, DEVICES, args.device, args.tensor_parallel, dtype=args.dtype, kv_dtype=args.kv_dtype
+    )
+    if args.json:
+        print(inspect_report.as_json(found, fits))
+        return 0
+    print(inspect_report.describe(found), end="\n\n")
+    print(inspect_report.fits_of_numbers(fits) if args.device else inspect_report.fits_of_chips(fits))
+    return 0
 
 
 if __name__ == "__main__":

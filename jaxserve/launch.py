@@ -16,9 +16,8 @@ from pathlib import Path
 
 import jax
 
-from checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from checkpoints.sources import cache_dir, resolve
-from checkpoints.text_part import text_part
+from checkpoints.checkpoint import Checkpoint, CheckpointError
+from checkpoints.sources import cache_dir
 from jaxserve.config import EngineConfig, HttpConfig, ModelConfig, ServeConfig
 from jaxserve.device.buckets import choose_bucket
 from jaxserve.device.build import build_runner, dtype_of
@@ -39,7 +38,7 @@ from jaxserve.plan import RunnerLimits
 from jaxserve.server import app
 from jaxserve.server.service import ServerParts
 from jaxserve.server.store.folder import default_root
-from jaxserve.weights import check_params, find_kv_scales, load_params
+from jaxserve.weights import check_params, find_kv_scales, load_params, open_model
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +66,6 @@ class Engine:
         """Nothing is held beyond memory, which goes with the last reference."""
 
 
-def models_dir() -> Path:
-    """The folder of named models: in an installed package within it, in a checkout beside it."""
-    here = Path(__file__).parent
-    inside = here / "configs" / "models"
-    return inside if inside.is_dir() else here.parent / "configs" / "models"
-
-
 def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> Engine:
     """Load, compile and return a warm engine.
 
@@ -85,7 +77,7 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
     _limit_malloc_arenas()
     _enable_compile_cache(config.engine)
     try:
-        with text_part(open_checkpoint(resolve(config.model, models_dir()))) as checkpoint, _no_garbage_collection():
+        with open_model(config.model) as checkpoint, _no_garbage_collection():
             model_config = model_config_from_hf(checkpoint.config, where=str(checkpoint.path))
             tokenizer = _tokenizer(checkpoint)
             model_config = _with_end_of_tokenizer(model_config, tokenizer)

@@ -1,4 +1,5 @@
-"""A checkpoint's weights as a runner wants them: which tensors feed which parameter, and scales of KV in eight bits.
+"""A model's checkpoint, and its weights as a runner wants them: which tensors feed which parameter, and scales of KV in eight
+bits.
 
 Under the roof with `launch`, since it sees checkpoints and models. Owns no file format and no model.
 """
@@ -7,13 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints.checkpoint import Checkpoint
+from checkpoints.checkpoint import Checkpoint, open_checkpoint
+from checkpoints.sources import resolve
+from checkpoints.text_part import text_part
 from checkpoints.tree import TensorSource, check_tree, load_tree
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.device.build import kv_dtype_of
@@ -21,12 +25,28 @@ from jaxserve.device.kv_scales import measure_scales, scales_of_checkpoint
 from jaxserve.device.step import has_scales
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to
-from jaxserve.models.sharding import padded_shape
+from jaxserve.models.sharding import AnyMesh, padded_shape
 
 logger = logging.getLogger(__name__)
 
 
-def check_params(checkpoint: Checkpoint, model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> None:
+def models_dir() -> Path:
+    """The folder of named models: in an installed package within it, in a checkout beside it."""
+    here = Path(__file__).parent
+    inside = here / "configs" / "models"
+    return inside if inside.is_dir() else here.parent / "configs" / "models"
+
+
+def open_model(model: str) -> Checkpoint:
+    """Open the text model that `ServeConfig.model` names, fetched first if need be; only headers are read.
+
+    Raises:
+        CheckpointError: nothing of that name, or it cannot be fetched or read.
+    """
+    return text_part(open_checkpoint(resolve(model, models_dir())))
+
+
+def check_params(checkpoint: Checkpoint, model_config: ModelConfig, mesh: AnyMesh, dtype: np.dtype) -> None:
     """Raise one `CheckpointError` that lists every tensor that does not fit; reads no data, so it is quick."""
     abstract, mapping, ignored = _params_wanted(model_config, mesh, dtype)
     check_tree(checkpoint, abstract, mapping, ignore=ignored)
@@ -44,7 +64,7 @@ def load_params(
     return load_tree(checkpoint, abstract, mapping, ignore=ignored, progress=progress)
 
 
-def _params_wanted(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> tuple[Any, Any, tuple[str, ...]]:
+def _params_wanted(model_config: ModelConfig, mesh: AnyMesh, dtype: np.dtype) -> tuple[Any, Any, tuple[str, ...]]:
     """The abstract parameters, where each comes from, and patterns of tensors that nobody needs."""
     family = FAMILIES[model_config.family]
     specs = family.specs(model_config)

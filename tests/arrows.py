@@ -49,7 +49,14 @@ ROOMS: dict[str, Room] = {
         (*ARRAYS, "safetensors", "gguf", "orbax", "tensorstore", "huggingface_hub", "tqdm"), NETWORK_AND_LOOPS
     ),
 }
-ROOF = ("jaxserve.launch", "jaxserve.weights", "jaxserve.__main__", "jaxserve.offline")
+ROOF = (
+    "jaxserve.launch",
+    "jaxserve.weights",
+    "jaxserve.__main__",
+    "jaxserve.inspect_model",
+    "jaxserve.inspect_report",
+    "jaxserve.offline",
+)
 
 
 def check_tree(root: Path, packages: Iterable[str]) -> list[str]:

@@ -28,13 +28,13 @@ from jaxserve.device.step import (
 )
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import abstract_params
-from jaxserve.models.sharding import padded_shape
+from jaxserve.models.sharding import AnyMesh, padded_shape
 from jaxserve.plan import RunnerLimits
 from pallas_kernels.paged_attention.choose import pool_dtype, pool_width
 
 
 def pool_shape(
-    config: ModelConfig, num_pages: int, page_size: int, mesh: Mesh, attention_impl: str = "xla"
+    config: ModelConfig, num_pages: int, page_size: int, mesh: AnyMesh, attention_impl: str = "xla"
 ) -> tuple[int, ...]:
     """Shape of one layer's KV pool on the mesh, padded heads included, as wide as the implementation wants it."""
     width = pool_width(attention_impl, config.head_dim)

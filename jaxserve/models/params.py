@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.models.sharding import padded_shape, partition_spec
+from jaxserve.models.sharding import AnyMesh, padded_shape, partition_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def map_specs(function: Callable[[ParamSpec], Any], specs: Any) -> Any:
     return jax.tree.map(function, specs, is_leaf=_is_spec)
 
 
-def abstract_params(specs: Any, mesh: Mesh, dtype: np.dtype) -> Any:
+def abstract_params(specs: Any, mesh: AnyMesh, dtype: np.dtype) -> Any:
     """The tree of `jax.ShapeDtypeStruct` with shardings: padded shapes, as the devices hold them."""
 
     def one(spec: ParamSpec) -> jax.ShapeDtypeStruct:

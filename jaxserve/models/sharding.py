@@ -11,9 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError
+
+AnyMesh = Mesh | AbstractMesh
+"""Of devices that are here, or of ones that only count."""
 
 EXPERT = "expert"
 TENSOR = "tensor"
@@ -66,7 +69,7 @@ def partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*(MESH_AXES[axis] for axis in axes))
 
 
-def padded_shape(shape: tuple[int, ...], axes: tuple[str, ...], mesh: Mesh) -> tuple[int, ...]:
+def padded_shape(shape: tuple[int, ...], axes: tuple[str, ...], mesh: AnyMesh) -> tuple[int, ...]:
     """`shape` with each sharded axis rounded up to a multiple of its mesh axis. Padding holds zeros.
 
     A zero KV head with its zero query heads and zero output columns adds nothing to the result, nor do zero MLP columns;

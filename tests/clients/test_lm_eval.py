@@ -40,7 +40,7 @@ from pathlib import Path
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.hf_files import write_tokenizer
 from checkpoints.sources import resolve
-from jaxserve.launch import models_dir
+from jaxserve.weights import models_dir
 
 with open_checkpoint(resolve(sys.argv[1], models_dir())) as checkpoint:
     write_tokenizer(Path(sys.argv[2]), checkpoint.tokenizer)
@@ -52,7 +52,7 @@ import json, sys
 import numpy as np
 from tokenizers import Tokenizer
 from checkpoints.sources import resolve
-from jaxserve.launch import models_dir
+from jaxserve.weights import models_dir
 from tests.paged_model import PagedModel
 
 tokenizer = Tokenizer.from_file(sys.argv[2])

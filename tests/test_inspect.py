@@ -1,0 +1,183 @@
+"""`jaxserve inspect`: its figures are the engine's own, its errors those of serving, and no device is started for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from checkpoints.convert import convert
+from jaxserve.__main__ import DEVICES, main
+from jaxserve.device.build import _weight_bytes
+from jaxserve.device.runner import page_bytes
+from jaxserve.inspect_model import CHIPS, fit, inspect, this_computer
+from jaxserve.inspect_report import count, size
+from jaxserve.models.families import model_config_from_hf
+from jaxserve.models.sharding import make_mesh
+from tests.checkpoints.builders import CONFIG, TOKENS, llama_shapes, tiny_gguf, tiny_hf
+
+NUM_PARAMETERS = sum(int(np.prod(shape)) for shape in llama_shapes().values())
+TIED = CONFIG | {"tie_word_embeddings": True}
+
+
+def tied_hf(path: Path) -> Path:
+    tiny_hf(path)
+    (path / "config.json").write_text(json.dumps(TIED))
+    return path
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_figures_are_what_the_engine_places(num_devices: int) -> None:
+    config = model_config_from_hf(TIED)
+    found = fit(config, this_computer(), num_devices, kv_dtype="bfloat16")
+    mesh = make_mesh(num_devices)
+    assert found.weight_bytes == _weight_bytes(config, mesh, np.dtype(np.float32))
+    assert found.kv_bytes_per_token * 64 == page_bytes(config, 64, mesh, np.dtype(jax.numpy.bfloat16))
+
+
+def test_eight_bits_hold_twice_as_much_and_a_large_model_does_not_fit() -> None:
+    config = model_config_from_hf(TIED)
+    plain, small = (fit(config, CHIPS["h100"], 1, kv_dtype=kv_dtype) for kv_dtype in ("auto", "fp8"))
+    assert plain.kv_dtype == plain.dtype == "bfloat16"
+    assert small.sequences[128] in (2 * plain.sequences[128], 2 * plain.sequences[128] + 1)
+    huge = model_config_from_hf(TIED | {"hidden_size": 2**17, "intermediate_size": 2**19})
+    found = fit(huge, CHIPS["h100"], 1)
+    assert not found.holds_weights
+    assert set(found.sequences.values()) == {0}
+
+
+@pytest.mark.parametrize("form", ["GGUF", "safetensors", pytest.param("Orbax", marks=pytest.mark.slow)])
+def test_every_format_is_looked_at(form: str, tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf") if form == "GGUF" else tied_hf(tmp_path / "hf")
+    if form == "Orbax":
+        convert(path, tmp_path / "orbax", form="orbax")
+        path = tmp_path / "orbax"
+    found = inspect(str(path))
+    assert (found.form, found.parameters, found.active_parameters) == (form, NUM_PARAMETERS, NUM_PARAMETERS)
+    assert sum((found.stored_bytes or {}).values()) == 4 * NUM_PARAMETERS
+    assert found.tokenizer == (f"BPE, {len(TOKENS)} tokens" if form == "GGUF" else None)
+    assert found.chat_template == (form == "GGUF")
+
+
+def test_it_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf")
+    assert main(["inspect", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line in (
+        f"model          {path}",
+        "architecture   LlamaForCausalLM, of the family llama",
+        "attention      4 heads over 2 KV heads of 64",
+        "KV             1 KiB a token in bfloat16",
+        "chat template  yes",
+    ):
+        assert line in lines
+    assert [line.split()[0] for line in lines[-11:-3]] == list(DEVICES)
+
+
+def test_one_device_is_a_table_of_numbers_and_json_has_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf")
+    assert main(["inspect", str(path), "--device", "v5e"]) == 0
+    assert "Sequences at once on v5e" in capsys.readouterr().out
+    options = ["--device", "v6e", "--tensor-parallel", "2", "--kv-dtype", "int8", "--json"]
+    assert main(["inspect", str(path), *options]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["parameters"], values["config"]["num_layers"]) == (NUM_PARAMETERS, 2)
+    (row,) = values["fits"]
+    assert (row["chip"], row["devices"], row["kv_dtype"], list(row["sequences"])) == ("v6e", 2, "int8", ["128"])
+
+
+def hub_of(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    asked: list[dict[str, Any]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append({"name": name, **options})
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    hub = ModuleType("huggingface_hub")
+    hub.snapshot_download = download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    return asked
+
+
+def test_of_the_hub_only_small_files_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = hub_of(TIED, tmp_path, monkeypatch)
+    assert main(["inspect", "hf:org/name"]) == 0
+    assert "*.safetensors" not in asked[0]["allow_patterns"]
+    assert "config alone   weights were not looked at" in capsys.readouterr().out
+
+
+def break_nothing_there(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+
+
+def break_architecture(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["GPT2LMHeadModel"]}))
+
+
+def break_shape(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps(TIED | {"intermediate_size": 96}))
+
+
+def break_tensors(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps(TIED | {"num_hidden_layers": 3}))
+
+
+BROKEN = {
+    break_nothing_there: "not a checkpoint",
+    break_architecture: "unknown architecture 'GPT2LMHeadModel'",
+    break_shape: "mis-shaped: model.layers.0.mlp.gate_proj.weight",
+    break_tensors: "missing: model.layers.2.input_layernorm.weight",
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN, ids=lambda damage: damage.__name__)
+def test_a_broken_model_is_the_error_of_serving_it(
+    damage: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(tied_hf(tmp_path))
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert BROKEN[damage] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--tensor-parallel", "0"], ["--device", "v9"], ["--dtype", "int4"]])
+def test_wrong_options_are_named(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["inspect", "m", *option])
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    assert code == 2
+    assert option[0] in capsys.readouterr().err
+
+
+def test_sizes_read_as_people_say_them() -> None:
+    assert [size(n) for n in (0, 999, 1000, 1536, 150 * 2**20, 2**50)] == [
+        "0 B",
+        "999 B",
+        "0.977 KiB",
+        "1.5 KiB",
+        "150 MiB",
+        "1024 TiB",
+    ]
+    assert [count(n) for n in (999, 134_500_000, 8_030_000_000)] == ["999", "134 M", "8.03 B"]
+
+
+@pytest.mark.slow
+def test_no_device_is_started(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf")
+    script = (
+        "import sys; from jaxserve.__main__ import main; code = main(['inspect', sys.argv[1]]); "
+        "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized(); sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-c", script, path], check=True, cwd=Path(__file__).parents[1], capture_output=True)
