@@ -54,12 +54,32 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AddedToken:
+    """A token that is found in the text as it is, whatever a SentencePiece model makes of the rest.
+
+    Attributes:
+        special: a control token, and not text.
+        lstrip, rstrip: white space before, or after it belongs to it.
+    """
+
+    token_id: int
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
     """A tokenizer as the texts and bytes that tokenizer libraries read; this room never builds one.
 
     Attributes:
         tokenizer_json: text of a Hugging Face `tokenizer.json`.
-        sentencepiece: a serialised SentencePiece model, when there is no `tokenizer_json`.
+        sentencepiece: a serialised SentencePiece model, when there is no `tokenizer_json`. Its pieces that `added_tokens` are
+            about are control symbols there.
+        added_tokens: beside `sentencepiece`, in order of their ids.
+        prefix_each: where `sentencepiece` puts a space before a text, it does so after every added or control token, and not
+            only at the very beginning.
         chat_template: Jinja source of the default chat template.
         tool_template: of the one for conversations with tools, where that is another one.
         bos_token, eos_token: the text of these tokens.
@@ -68,6 +88,8 @@ class TokenizerFiles:
 
     tokenizer_json: str | None = None
     sentencepiece: bytes | None = None
+    added_tokens: tuple[AddedToken, ...] = ()
+    prefix_each: bool = True
     chat_template: str | None = None
     tool_template: str | None = None
     bos_token: str | None = None

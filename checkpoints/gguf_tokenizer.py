@@ -1,22 +1,19 @@
-"""A GGUF file's tokenizer metadata, written as a Hugging Face `tokenizer.json`.
+"""A GGUF file's tokenizer metadata as tokenizer files: a `tokenizer.json`, or a SentencePiece model.
 
-Owns the pre-tokenisers of the byte-level BPE vocabularies that it can reproduce exactly, and SentencePiece's BPE; others are
-refused by name. Builds text only: no tokenizer library is imported.
+Owns the pre-tokenisers of the byte-level BPE vocabularies that it can reproduce exactly; others are refused by name. Builds
+text and bytes only: no tokenizer library is imported.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
-from checkpoints.checkpoint import TokenizerFiles
+from checkpoints.checkpoint import AddedToken, TokenizerFiles
 from checkpoints.gguf_metadata import GgufMetadata
-
-# Values of tokenizer.ggml.token_type.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-# What SentencePiece writes for a space.
-SPACE = "\u2581"
+from checkpoints.sentencepiece_model import CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, build_bpe_model
 
 
 def _byte_level(*, split: bool) -> dict[str, Any]:
@@ -84,12 +81,12 @@ def tokenizer_from_metadata(metadata: GgufMetadata) -> TokenizerFiles | None:
         return None
     if model not in MODELS:
         raise metadata.error("tokenizer.ggml.model", f"one of those supported: {', '.join(sorted(MODELS))}")
-    build, adds_bos = MODELS[model]
+    read, adds_bos = MODELS[model]
     tokens = metadata.strings("tokenizer.ggml.tokens")
     bos = _token_text(metadata, "tokenizer.ggml.bos_token_id", tokens)
     add_bos = metadata.flag("tokenizer.ggml.add_bos_token")
-    return TokenizerFiles(
-        tokenizer_json=json.dumps(build(metadata, tokens), ensure_ascii=False),
+    return replace(
+        read(metadata, tokens),
         chat_template=metadata.text("tokenizer.chat_template"),
         tool_template=metadata.text("tokenizer.chat_template.tool_use"),
         bos_token=bos,
@@ -103,7 +100,12 @@ def _token_text(metadata: GgufMetadata, key: str, tokens: list[str]) -> str | No
     return None if token_id is None else tokens[token_id]
 
 
-def _byte_level_bpe(metadata: GgufMetadata, tokens: list[str]) -> dict[str, Any]:
+def _byte_level_bpe(metadata: GgufMetadata, tokens: list[str]) -> TokenizerFiles:
+    spec = _byte_level_spec(metadata, tokens)
+    return TokenizerFiles(tokenizer_json=json.dumps(spec, ensure_ascii=False))
+
+
+def _byte_level_spec(metadata: GgufMetadata, tokens: list[str]) -> dict[str, Any]:
     pre = _pre_tokenizer_name(metadata)
     kinds = _token_kinds(metadata, len(tokens))
     return {
@@ -138,61 +140,54 @@ def _pre_tokenizer_name(metadata: GgufMetadata) -> str:
     return pre
 
 
-def _sentencepiece_bpe(metadata: GgufMetadata, tokens: list[str]) -> dict[str, Any]:
-    """As `transformers` converts a SentencePiece BPE model: merges follow from the scores, and bytes are the last resort."""
-    kinds = _token_kinds(metadata, len(tokens))
-    unknown = _token_text(metadata, "tokenizer.ggml.unknown_token_id", tokens)
-    prefix = [{"type": "Prepend", "prepend": SPACE}] if metadata.flag("tokenizer.ggml.add_space_prefix") is not False else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added_tokens(tokens, kinds, {CONTROL, UNKNOWN}, {USER_DEFINED}),
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [*prefix, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}],
-        },
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                *strip,
-            ],
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": unknown,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": _vocabulary(tokens, kinds),
-            "merges": _merges_from_scores(metadata, tokens, kinds),
-        },
-    }
-
-
-def _merges_from_scores(metadata: GgufMetadata, tokens: list[str], kinds: list[int]) -> list[list[str]]:
-    """Every way to join two pieces into a third, best score first: what SentencePiece does by looking scores up."""
+def _sentencepiece(metadata: GgufMetadata, tokens: list[str]) -> TokenizerFiles:
+    """The SentencePiece model that the file was made from, as far as encoding goes."""
     scores = metadata.numbers("tokenizer.ggml.scores", len(tokens))
     if scores is None:
         raise metadata.error("tokenizer.ggml.scores", f"an array of {len(tokens)} numbers")
-    ids = {token: token_id for token_id, token in enumerate(tokens) if kinds[token_id] == NORMAL}
-    merges = [
-        (-score, ids[token[:cut]], ids[token[cut:]], [token[:cut], token[cut:]])
-        for token, score in zip(tokens, scores.tolist(), strict=True)
-        if token in ids
-        for cut in range(1, len(token))
-        if token[:cut] in ids and token[cut:] in ids
-    ]
-    return [pair for *_, pair in sorted(merges, key=lambda merge: merge[:3])]
+    kinds = _token_kinds(metadata, len(tokens))
+    unknown = metadata.index("tokenizer.ggml.unknown_token_id", len(tokens))
+    if unknown is None:
+        unknown = kinds.index(UNKNOWN) if UNKNOWN in kinds else 0
+    prefix = metadata.flag("tokenizer.ggml.add_space_prefix") is not False
+    added = _plain_tokens(metadata, tokens, kinds) if prefix else ()
+    return TokenizerFiles(
+        sentencepiece=build_bpe_model(
+            _unique(token.replace(" ", SPACE) for token in tokens),
+            scores.tolist(),
+            _piece_kinds(kinds, unknown, {token.token_id for token in added}),
+            unknown_id=unknown,
+            bos_id=metadata.index("tokenizer.ggml.bos_token_id", len(tokens)),
+            eos_id=metadata.index("tokenizer.ggml.eos_token_id", len(tokens)),
+            dummy_prefix=prefix,
+        ),
+        added_tokens=added,
+    )
+
+
+def _piece_kinds(kinds: list[int], unknown: int, hidden: set[int]) -> list[int]:
+    """Kinds as the library wants them: one unknown piece, whose id may be marked as something else."""
+    shown = [CONTROL if kind == UNKNOWN or token_id in hidden else kind for token_id, kind in enumerate(kinds)]
+    shown[unknown] = UNKNOWN
+    return shown
+
+
+def _unique(pieces: Iterable[str]) -> list[str]:
+    """The pieces with names of their own for those that are empty or come again, which the library would refuse."""
+    seen: set[str] = set()
+    unique = []
+    for token_id, piece in enumerate(pieces):
+        name = f"<duplicate {token_id} {piece}>" if not piece or piece in seen else piece
+        seen.add(name)
+        unique.append(name)
+    return unique
+
+
+def _plain_tokens(metadata: GgufMetadata, tokens: list[str], kinds: list[int]) -> tuple[AddedToken, ...]:
+    """User-defined tokens, after which a text begins anew, with a space before it."""
+    return tuple(
+        AddedToken(token_id=token_id, content=tokens[token_id]) for token_id, kind in enumerate(kinds) if kind == USER_DEFINED
+    )
 
 
 def _added_tokens(tokens: list[str], kinds: list[int], special: set[int], plain: set[int]) -> list[dict[str, Any]]:
@@ -221,8 +216,8 @@ def _token_kinds(metadata: GgufMetadata, length: int) -> list[int]:
     return [NORMAL] * length if kinds is None else kinds.tolist()
 
 
-# tokenizer.ggml.model to what builds its tokenizer.json, and whether a file that does not say so adds the first token.
-MODELS: dict[str, tuple[Callable[[GgufMetadata, list[str]], dict[str, Any]], Callable[[GgufMetadata], bool]]] = {
+# tokenizer.ggml.model to what reads it, and whether a file that does not say so adds the first token.
+MODELS: dict[str, tuple[Callable[[GgufMetadata, list[str]], TokenizerFiles], Callable[[GgufMetadata], bool]]] = {
     "gpt2": (_byte_level_bpe, lambda metadata: metadata.text("tokenizer.ggml.pre") in ADD_BOS),
-    "llama": (_sentencepiece_bpe, lambda metadata: True),
+    "llama": (_sentencepiece, lambda metadata: True),
 }

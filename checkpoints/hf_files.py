@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpoints.checkpoint import CheckpointError, TokenizerFiles
+from checkpoints.checkpoint import AddedToken, CheckpointError, TokenizerFiles
 from checkpoints.files import naming, parse_json_object, read_json_object, read_text
+from checkpoints.sentencepiece_model import read_sentencepiece
 
+SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 TOOL_TEMPLATE = Path("additional_chat_templates", "tool_use.jinja")
 
 
@@ -78,35 +81,64 @@ def _with_ids(value: Any, directory: Path, where: str) -> Any:
 
 
 def read_tokenizer(directory: Path) -> TokenizerFiles | None:
-    """The directory's tokenizer files; None if it has none."""
-    tokenizer_json, sentencepiece = directory / "tokenizer.json", directory / "tokenizer.model"
-    if not tokenizer_json.is_file() and not sentencepiece.is_file():
-        return None
+    """The directory's tokenizer files; None if it has none.
+
+    The first of `tokenizer.json`, a SentencePiece model and a file of ranks that is there.
+    """
     settings_path = directory / "tokenizer_config.json"
     settings = read_json_object(settings_path) if settings_path.is_file() else {}
-    text = pieces = None
-    declared: dict[str, Any] = {}
-    if tokenizer_json.is_file():
-        text = read_text(tokenizer_json).removeprefix("\ufeff")
-        declared = parse_json_object(text, str(tokenizer_json))
-    else:
-        with naming(sentencepiece):
-            pieces = sentencepiece.read_bytes()
-    bos = _token(settings, "bos_token", settings_path)
+    files = _read_vocabulary(directory, settings, settings_path)
+    if files is None:
+        return None
+    bos = _token(settings, "bos_token", settings_path, files.bos_token)
     add_bos = settings.get("add_bos_token")
-    return TokenizerFiles(
-        tokenizer_json=text,
-        sentencepiece=pieces,
+    return replace(
+        files,
         chat_template=_chat_template(directory, settings, settings_path),
         tool_template=_tool_template(directory, settings, settings_path),
         bos_token=bos,
-        eos_token=_token(settings, "eos_token", settings_path),
-        add_bos=bos is not None and bool(_starts_with_special(declared, bos) if add_bos is None else add_bos),
+        eos_token=_token(settings, "eos_token", settings_path, files.eos_token),
+        add_bos=bos is not None and (files.add_bos if add_bos is None else bool(add_bos)),
     )
 
 
-def _token(settings: Mapping[str, Any], key: str, path: Path) -> str | None:
-    value = settings.get(key)
+def _read_vocabulary(directory: Path, settings: Mapping[str, Any], settings_path: Path) -> TokenizerFiles | None:
+    """What ids mean; BOS and whether it is added as far as that file says."""
+    if (path := directory / "tokenizer.json").is_file():
+        text = read_text(path)
+        bos = _token(settings, "bos_token", settings_path)
+        spec = parse_json_object(text, str(path))
+        return TokenizerFiles(tokenizer_json=text, add_bos=bos is not None and _starts_with_special(spec, bos))
+    for path in (directory / name for name in SENTENCEPIECE_NAMES):
+        if path.is_file():
+            with naming(path):
+                model = path.read_bytes()
+            added = _added_tokens(settings, settings_path)
+            return read_sentencepiece(model, added, prefix_each=settings.get("legacy") is not False, where=str(path))
+    return None
+
+
+def _added_tokens(settings: Mapping[str, Any], path: Path) -> tuple[AddedToken, ...]:
+    """The tokens of `added_tokens_decoder`, by id."""
+    table = settings.get("added_tokens_decoder") or {}
+    if not isinstance(table, Mapping):
+        raise CheckpointError(f"{path}: added_tokens_decoder must be an object, found {table!r}")
+    tokens = [_added_token(key, entry, f"{path}: added_tokens_decoder[{key!r}]") for key, entry in table.items()]
+    return tuple(sorted(tokens, key=lambda token: token.token_id))
+
+
+def _added_token(key: str, entry: Any, where: str) -> AddedToken:
+    content = entry.get("content") if isinstance(entry, Mapping) else None
+    if not key.isdecimal() or not isinstance(content, str) or not content:
+        raise CheckpointError(f"{where} must be an id with an object that has 'content', found {entry!r}")
+    if entry.get("single_word"):
+        raise CheckpointError(f"{where}: single_word is not supported; convert the tokenizer to a tokenizer.json")
+    flags = {name: bool(entry.get(name)) for name in ("special", "lstrip", "rstrip")}
+    return AddedToken(token_id=int(key), content=content, **flags)
+
+
+def _token(settings: Mapping[str, Any], key: str, path: Path, default: str | None = None) -> str | None:
+    value = settings.get(key, default)
     if isinstance(value, Mapping):
         value = value.get("content")
     if value is not None and not isinstance(value, str):
@@ -171,18 +203,25 @@ def write_tokenizer(directory: Path, tokenizer: TokenizerFiles | None) -> None:
         return
     if tokenizer.tokenizer_json is not None:
         (directory / "tokenizer.json").write_text(tokenizer.tokenizer_json, encoding="utf-8")
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.add_bos}
     if tokenizer.sentencepiece is not None:
         (directory / "tokenizer.model").write_bytes(tokenizer.sentencepiece)
+        settings |= {"tokenizer_class": "LlamaTokenizer", "legacy": tokenizer.prefix_each}
+        settings["added_tokens_decoder"] = {str(token.token_id): _entry(token) for token in tokenizer.added_tokens}
     if tokenizer.chat_template is not None:
         (directory / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8", newline="")
     if tokenizer.tool_template is not None:
         (directory / TOOL_TEMPLATE).parent.mkdir(exist_ok=True)
         (directory / TOOL_TEMPLATE).write_text(tokenizer.tool_template, encoding="utf-8", newline="")
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.add_bos}
     for key, token in (("bos_token", tokenizer.bos_token), ("eos_token", tokenizer.eos_token)):
-        if token is not None:
+        if token is not None or tokenizer.sentencepiece is not None:
             settings[key] = token
     _write_json(directory / "tokenizer_config.json", settings)
+
+
+def _entry(token: AddedToken) -> dict[str, Any]:
+    flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "special": token.special}
+    return {"content": token.content, "normalized": False, "single_word": False, **flags}
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

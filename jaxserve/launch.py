@@ -38,6 +38,7 @@ from jaxserve.plan import RunnerLimits
 from jaxserve.server import app
 from jaxserve.server.service import ServerParts
 from jaxserve.server.store.folder import default_root
+from jaxserve.vocabulary import build_tokenizer
 from jaxserve.weights import check_params, find_kv_scales, load_params, open_model
 
 logger = logging.getLogger(__name__)
@@ -189,16 +190,11 @@ def _with_end_of_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelCo
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     files = checkpoint.tokenizer
-    if files is None or files.tokenizer_json is None:
-        raise ModelLoadError(f"{checkpoint.path}: no tokenizer found; put the model's tokenizer.json beside its weights")
-    return Tokenizer(
-        files.tokenizer_json,
-        chat_template=files.chat_template,
-        tool_template=files.tool_template,
-        bos_token=files.bos_token,
-        eos_token=files.eos_token,
-        add_bos=files.add_bos,
-    )
+    if files is None:
+        raise ModelLoadError(
+            f"{checkpoint.path}: no tokenizer found; put the model's tokenizer.json or tokenizer.model beside its weights"
+        )
+    return build_tokenizer(files)
 
 
 @contextlib.contextmanager

@@ -52,6 +52,7 @@ ROOMS: dict[str, Room] = {
 ROOF = (
     "jaxserve.launch",
     "jaxserve.weights",
+    "jaxserve.vocabulary",
     "jaxserve.__main__",
     "jaxserve.inspect_model",
     "jaxserve.inspect_report",

@@ -17,12 +17,17 @@ from typing import Any
 
 
 class SecretNames:
-    """Names for special tokens that no text can spell: private-use characters around 20 random digits."""
+    """Names for special tokens that no text can spell: private-use characters around 20 random digits.
+
+    Attributes:
+        pattern: an expression that every secret name matches, and only those.
+    """
 
     def __init__(self, special: Sequence[str]) -> None:
         nonce = secrets.randbelow(10**20)  # digits, which no template's `lower` or `title` changes
         self._secret = {token: f"\ue000{nonce}-{i}\ue001" for i, token in enumerate(special)}
         self._shield = {token: f"\ue002{nonce}-{i}\ue003" for i, token in enumerate(special)}
+        self.pattern = f"\ue000{nonce}-[0-9]+\ue001"
         self._special = tuple(special)
         self._public = {secret: token for token, secret in self._secret.items()}
         longest_first = sorted((token for token in special if token), key=len, reverse=True)

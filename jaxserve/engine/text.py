@@ -7,18 +7,14 @@ matter, text that comes token by token `text_stream`'s.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import tokenizers
-
 from jaxserve.engine.chat import ChatTemplate, Message, check_depth
-from jaxserve.engine.secret_names import SecretNames
+from jaxserve.engine.encoders import Source, build_encoder
 from jaxserve.engine.tools.dialect import choose_dialect
-from jaxserve.engine.vocab import read_vocabulary
 from jaxserve.errors import InvalidRequest, ModelLoadError
 
 
@@ -44,7 +40,7 @@ class Tokenizer:
     """A vocabulary, and the chat template that goes with it.
 
     Args:
-        tokenizer_json: the text of a `tokenizer.json`.
+        source: the text of a `tokenizer.json`, or a SentencePiece model.
         chat_template: Jinja source, or None for a model that does not chat.
         tool_template: of conversations with tools, if that is another.
         bos_token, eos_token: for the template; `bos_token` is also what `encode` begins with if `add_bos`.
@@ -59,12 +55,12 @@ class Tokenizer:
         dialect: how the model writes calls and reasoning.
 
     Raises:
-        ModelLoadError: the text is no tokenizer, its decoder is not supported, or the template does not compile.
+        ModelLoadError: the source is no tokenizer, its decoder is not supported, or the template does not compile.
     """
 
     def __init__(
         self,
-        tokenizer_json: str,
+        source: Source,
         *,
         chat_template: str | None = None,
         tool_template: str | None = None,
@@ -72,16 +68,8 @@ class Tokenizer:
         eos_token: str | None = None,
         add_bos: bool = False,
     ) -> None:
-        try:
-            spec = json.loads(tokenizer_json)
-            self._vocabulary = read_vocabulary(spec)
-            special = [entry["content"] for entry in spec.get("added_tokens") or () if entry["special"]]
-            self._names = SecretNames(special)
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._names.rename(spec)))
-        except ModelLoadError:
-            raise
-        except Exception as error:  # the library raises plain Exception for a JSON that it cannot use
-            raise ModelLoadError(f"tokenizer: not a usable tokenizer.json: {type(error).__name__}: {error}") from error
+        self._encoder = build_encoder(source)
+        self._vocabulary, self._names = self._encoder.vocabulary, self._encoder.names
         self.vocab_size = len(self._vocabulary.token_bytes)
         self.bos_token_id = self._id_of(bos_token)
         self.eos_token_id = self._id_of(eos_token)
@@ -104,7 +92,7 @@ class Tokenizer:
         )
 
     def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self._tokenizer.token_to_id(self._names.secret(token))
+        return None if token is None else self._encoder.id_of(token)
 
     def special_ids_by_name(self, texts: Iterable[str]) -> dict[str, int]:
         """Ids of those of these texts that are special tokens."""
@@ -160,9 +148,8 @@ class Tokenizer:
 
     def _encode(self, text: str) -> list[int]:
         try:
-            # The batch call is the one that does not trace offsets, which nobody reads here.
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except TypeError:
+            return self._encoder.encode(text)
+        except (TypeError, UnicodeEncodeError):
             raise InvalidRequest("text holds half of a surrogate pair (U+D800 to U+DFFF), which is not a character") from None
 
     def fewest_tokens(self, text: str) -> int:
@@ -259,8 +246,7 @@ class Tokenizer:
 
     def token_name(self, token_id: int) -> str | None:
         """The token as its vocabulary spells it, such as `Ġthe`; None if there is no such token."""
-        name: str | None = self._tokenizer.id_to_token(token_id)
-        return None if name is None else self._names.public(name)
+        return self._encoder.name_of(token_id)
 
     def text_bytes(self, token_id: int) -> bytes:
         """What the token adds to the text: its bytes, or none if it is special or the model has no such token."""

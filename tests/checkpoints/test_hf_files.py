@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints.checkpoint import CheckpointError, TokenizerFiles
+from checkpoints.checkpoint import AddedToken, CheckpointError, TokenizerFiles
 from checkpoints.hf_files import read_config, read_tokenizer, write_config, write_tokenizer
 
+MODELS = Path(__file__).parent / "sentencepieces"
 BOS_FIRST = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A"}}],
@@ -92,10 +94,68 @@ def test_a_tokenizer_alone_is_enough(tmp_path: Path) -> None:
     assert read(tmp_path) == TokenizerFiles(tokenizer_json="{}")
 
 
-def test_sentencepiece_is_given_as_bytes_and_only_without_tokenizer_json(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"\x00\xff")
-    assert read_tokenizer(tmp_path) == TokenizerFiles(sentencepiece=b"\x00\xff")
+def test_sentencepiece_is_read_only_without_tokenizer_json(tmp_path: Path) -> None:
+    shutil.copy(MODELS / "gemma.model", tmp_path / "tokenizer.model")
+    found = read_tokenizer(tmp_path)
+    assert found is not None
+    assert found.sentencepiece == (MODELS / "gemma.model").read_bytes()
+    assert (found.bos_token, found.eos_token, found.add_bos, found.prefix_each) == ("<bos>", "<eos>", True, True)
     assert read(tmp_path).sentencepiece is None
+
+
+SETTINGS: dict[str, Any] = {
+    "bos_token": {"content": "<s>"},
+    "eos_token": None,
+    "add_bos_token": False,
+    "legacy": False,
+    "chat_template": "T",
+    "added_tokens_decoder": {
+        "341": {"content": "<|end|>", "rstrip": True, "special": True},
+        "3": {"content": "<call>"},
+    },
+}
+
+
+def test_settings_go_with_sentencepiece_as_with_tokenizer_json(tmp_path: Path) -> None:
+    shutil.copy(MODELS / "llama.model", tmp_path / "spiece.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
+    found = read_tokenizer(tmp_path)
+    assert found is not None
+    assert (found.bos_token, found.eos_token, found.add_bos, found.prefix_each) == ("<s>", None, False, False)
+    assert found.chat_template == "T"
+    assert found.added_tokens == (
+        AddedToken(token_id=3, content="<call>"),
+        AddedToken(token_id=341, content="<|end|>", special=True, rstrip=True),
+    )
+    (tmp_path / "again").mkdir()
+    write_tokenizer(tmp_path / "again", found)
+    assert read_tokenizer(tmp_path / "again") == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"added_tokens_decoder": 3}, "added_tokens_decoder must be an object, found 3"),
+        ({"added_tokens_decoder": {"x": {"content": "a"}}}, r"added_tokens_decoder\['x'\] must be an id with an object"),
+        ({"added_tokens_decoder": {"3": "a"}}, r"added_tokens_decoder\['3'\] must be an id with an object"),
+        (
+            {"added_tokens_decoder": {"3": {"content": "a", "single_word": True}}},
+            r"added_tokens_decoder\['3'\]: single_word is not supported",
+        ),
+    ],
+)
+def test_other_added_tokens_are_refused(tmp_path: Path, settings: Any, message: str) -> None:
+    shutil.copy(MODELS / "llama.model", tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: " + message):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("model", [b"\x00\xff", b"", b"{}", b"version https://git-lfs", b"\x0a\xff\x01"])
+def test_what_is_no_sentencepiece_model_is_named(tmp_path: Path, model: bytes) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: not a SentencePiece model: "):
+        read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["<s>", {"content": "<s>", "lstrip": False, "__type": "AddedToken"}])

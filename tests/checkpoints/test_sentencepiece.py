@@ -13,9 +13,10 @@ import sentencepiece
 
 from checkpoints.checkpoint import CheckpointError
 from checkpoints.gguf_metadata import GgufMetadata
-from checkpoints.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, tokenizer_from_metadata
+from checkpoints.gguf_tokenizer import tokenizer_from_metadata
+from checkpoints.sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED
 from checkpoints.sources import resolve
-from jaxserve.engine.text import Tokenizer
+from jaxserve.vocabulary import build_tokenizer
 
 VOCABULARIES = Path(__file__).parent / "vocabularies"
 # Letters of many scripts, digits, spaces, marks, symbols, what looks like a mark of the vocabulary's own, and combinations.
@@ -55,8 +56,7 @@ def as_gguf(library: sentencepiece.SentencePieceProcessor) -> GgufMetadata:
 def test_ids_and_text_are_the_library_s(library: sentencepiece.SentencePieceProcessor, shared: Path) -> None:
     files = tokenizer_from_metadata(as_gguf(library))
     assert files is not None
-    assert files.tokenizer_json is not None
-    ours = Tokenizer(files.tokenizer_json)
+    ours = build_tokenizer(files)
     rng = random.Random(0)
     texts = json.loads((shared / "data" / "fuzz" / "blns.json").read_text(encoding="utf-8"))
     texts += (shared / "data" / "text" / "wikitext-2_test.txt").read_text(encoding="utf-8").split("\n")[:1000]

@@ -1,0 +1,224 @@
+"""The serialised form of a SentencePiece model: what loading needs to know of one, changing pieces' kinds, and writing one.
+
+Owns the few fields of SentencePiece's `sentencepiece_model.proto` that matter here, in the wire format of protocol buffers.
+Encodes no text, which is the library's business.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from checkpoints.checkpoint import AddedToken, CheckpointError, TokenizerFiles
+
+# Kinds of pieces; GGUF's tokenizer.ggml.token_type has the same numbers.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+# Fields of ModelProto, of a piece, of TrainerSpec and of NormalizerSpec.
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+_PIECE, _SCORE, _KIND = 1, 2, 3
+_MODEL_TYPE, _BYTE_FALLBACK, _SUFFIX = 3, 35, 24
+_UNK_ID, _BOS_ID, _EOS_ID, _PAD_ID = 40, 41, 42, 43
+_UNK_PIECE, _BOS_PIECE, _EOS_PIECE = 45, 46, 47
+_NAME, _CHARSMAP, _DUMMY_PREFIX, _EXTRA_SPACES, _ESCAPE_SPACES = 1, 2, 3, 4, 5
+_BPE = 2
+
+Value = int | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """What a model says of itself.
+
+    Attributes:
+        bos_token, eos_token: None where it has none.
+        keeps_characters: nothing is normalised but spaces that become marks.
+        marks_suffix: words end with the mark of a space, and do not begin with it.
+    """
+
+    bos_token: str | None
+    eos_token: str | None
+    keeps_characters: bool
+    marks_suffix: bool
+
+
+def read_sentencepiece(model: bytes, added_tokens: tuple[AddedToken, ...], *, prefix_each: bool, where: str) -> TokenizerFiles:
+    """A serialised model as tokenizer files: as such models' tokenizers do, prompts begin with BOS.
+
+    Raises:
+        CheckpointError: the bytes are no SentencePiece model, or one that marks spaces as no language model's does.
+    """
+    try:
+        settings = read_settings(model)
+        model = hide_pieces(model, {token.token_id for token in added_tokens})
+    except (ValueError, IndexError) as error:
+        raise CheckpointError(f"{where}: not a SentencePiece model: {error}") from error
+    if settings.marks_suffix:
+        raise CheckpointError(f"{where}: treat_whitespace_as_suffix is not supported")
+    return TokenizerFiles(
+        sentencepiece=model,
+        added_tokens=added_tokens,
+        prefix_each=prefix_each,
+        bos_token=settings.bos_token,
+        eos_token=settings.eos_token,
+        add_bos=settings.bos_token is not None,
+    )
+
+
+def read_settings(model: bytes) -> ModelSettings:
+    """Read a serialised model's settings.
+
+    Raises:
+        ValueError: the bytes are no SentencePiece model.
+    """
+    parts = list(_fields(model))
+    if not any(number == _PIECES for number, _, _ in parts):
+        raise ValueError("it has no pieces")
+    trainer, normalizer = _merged(parts, _TRAINER), _merged(parts, _NORMALIZER)
+    keeps = not normalizer.get(_CHARSMAP) and not normalizer.get(_EXTRA_SPACES, 1) and bool(normalizer.get(_ESCAPE_SPACES, 1))
+    return ModelSettings(
+        bos_token=_token(trainer, _BOS_ID, 1, _BOS_PIECE, b"<s>"),
+        eos_token=_token(trainer, _EOS_ID, 2, _EOS_PIECE, b"</s>"),
+        keeps_characters=keeps,
+        marks_suffix=bool(trainer.get(_SUFFIX, 0)),
+    )
+
+
+def _token(trainer: dict[int, Value], id_field: int, default_id: int, field: int, default: bytes) -> str | None:
+    token_id, piece = trainer.get(id_field, default_id), trainer.get(field, default)
+    assert isinstance(token_id, int)
+    # -1, which the wire has as an unsigned number of 64 bits, is none.
+    return piece.decode() if isinstance(piece, bytes) and 0 <= token_id < 1 << 31 else None
+
+
+def hide_pieces(model: bytes, token_ids: Collection[int]) -> bytes:
+    """The model with these pieces as control symbols, so that no text is encoded as one; the unknown piece stays.
+
+    Raises:
+        ValueError: the bytes are no SentencePiece model.
+    """
+    if not token_ids:
+        return model
+    parts, token_id = [], 0
+    for number, value, raw in _fields(model):
+        if number == _PIECES:
+            if token_id in token_ids and isinstance(value, bytes):
+                raw = _hidden(value) or raw
+            token_id += 1
+        parts.append(raw)
+    return b"".join(parts)
+
+
+def _hidden(piece: bytes) -> bytes | None:
+    kind = next((value for number, value, _ in _fields(piece) if number == _KIND), NORMAL)
+    if kind not in (NORMAL, USER_DEFINED, UNUSED):
+        return None
+    rest = b"".join(raw for number, _, raw in _fields(piece) if number != _KIND)
+    return _bytes_field(_PIECES, rest + _varint_field(_KIND, CONTROL))
+
+
+def build_bpe_model(
+    pieces: Sequence[str],
+    scores: Sequence[float],
+    kinds: Sequence[int],
+    *,
+    unknown_id: int,
+    bos_id: int | None,
+    eos_id: int | None,
+    dummy_prefix: bool,
+) -> bytes:
+    """A BPE model that falls back to bytes, and changes nothing of a text but spaces, which it marks.
+
+    Args:
+        dummy_prefix: a space goes before every text.
+    """
+    written = [
+        _bytes_field(_PIECES, _bytes_field(_PIECE, piece.encode()) + _score(score) + _varint_field(_KIND, kind))
+        for piece, score, kind in zip(pieces, scores, kinds, strict=True)
+    ]
+    trainer = [
+        _varint_field(_MODEL_TYPE, _BPE),
+        _varint_field(_BYTE_FALLBACK, 1),
+        *_named(_UNK_ID, _UNK_PIECE, unknown_id, pieces),
+        *_named(_BOS_ID, _BOS_PIECE, bos_id, pieces),
+        *_named(_EOS_ID, _EOS_PIECE, eos_id, pieces),
+        *_named(_PAD_ID, 0, None, pieces),
+    ]
+    normalizer = [
+        _bytes_field(_NAME, b"identity"),
+        _varint_field(_DUMMY_PREFIX, int(dummy_prefix)),
+        _varint_field(_EXTRA_SPACES, 0),
+        _varint_field(_ESCAPE_SPACES, 1),
+    ]
+    return b"".join([*written, _bytes_field(_TRAINER, b"".join(trainer)), _bytes_field(_NORMALIZER, b"".join(normalizer))])
+
+
+def _named(id_field: int, piece_field: int, token_id: int | None, pieces: Sequence[str]) -> list[bytes]:
+    if token_id is None:
+        return [_varint_field(id_field, (1 << 64) - 1)]
+    return [_varint_field(id_field, token_id), _bytes_field(piece_field, pieces[token_id].encode())]
+
+
+def _merged(parts: list[tuple[int, Value, bytes]], number: int) -> dict[int, Value]:
+    """The last value of each field of a message, which may come in several parts."""
+    whole = b"".join(value for field, value, _ in parts if field == number and isinstance(value, bytes))
+    return {field: value for field, value, _ in _fields(whole)}
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Value, bytes]]:
+    """Number, value and whole bytes of every field."""
+    start, size = 0, len(message)
+    while start < size:
+        tag, position = _read_varint(message, start)
+        kind, value = tag & 7, 0
+        end = position
+        if kind == _VARINT:
+            value, end = _read_varint(message, position)
+        elif kind == _LENGTH:
+            length, position = _read_varint(message, position)
+            end = position + length
+        elif kind in (_FIXED32, _FIXED64):
+            end = position + (4 if kind == _FIXED32 else 8)
+        else:
+            raise ValueError(f"a field of type {kind} at byte {start}")
+        if end > size:
+            raise ValueError(f"it ends within the field at byte {start}")
+        yield tag >> 3, value if kind == _VARINT else message[position:end], message[start:end]
+        start = end
+
+
+def _read_varint(message: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while position < len(message) and shift < 70:
+        byte = message[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise ValueError(f"no number at byte {position}")
+
+
+def _varint(value: int) -> bytes:
+    written = bytearray()
+    while value > 0x7F:
+        written.append(value & 0x7F | 0x80)
+        value >>= 7
+    written.append(value)
+    return bytes(written)
+
+
+def _varint_field(number: int, value: int) -> bytes:
+    return _varint(number << 3 | _VARINT) + _varint(value)
+
+
+def _bytes_field(number: int, value: bytes) -> bytes:
+    return _varint(number << 3 | _LENGTH) + _varint(len(value)) + value
+
+
+def _score(score: float) -> bytes:
+    return _varint(_SCORE << 3 | _FIXED32) + struct.pack("<f", score)
