@@ -19,6 +19,7 @@ from pathlib import Path
 
 from jaxserve.host.memory import Memory
 from jaxserve.host.prefix import Policy, PrefixTree, cost_aware, least_recently_used
+from jaxserve.plan import RunnerLimits
 from jaxserve.request import Request
 from jaxserve.request import Sequence as LiveSequence
 
@@ -52,7 +53,8 @@ def read_trace(path: Path) -> list[list[int]]:
 
 def replay(requests: Iterable[list[int]], num_blocks: int, policy: Policy) -> Outcome:
     """Serve `requests` one after the other from a pool of `num_blocks`; those that cannot fit are left out."""
-    memory = Memory(num_blocks, 1, PrefixTree(1, policy))
+    limits = RunnerLimits(num_blocks, 1, max_seqs=1, max_step_tokens=1, max_context=num_blocks, vocab_size=1)
+    memory = Memory(limits, PrefixTree(1, policy))
     asked = hit = asked_work = hit_work = 0.0
     for number, blocks in enumerate(requests):
         if len(blocks) > num_blocks:

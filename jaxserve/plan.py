@@ -21,7 +21,8 @@ class PlanRow:
 
     Attributes:
         slot: the sequence's per-slot device state, `0 <= slot < max_seqs`; no two rows of a plan share one.
-        pages: block table covering at least positions `[0, start + count)`. The runner reads it within `submit` only.
+        pages: block table covering at least what the row sees and writes: page `first_page` of the sequence and those after,
+            up to position `start + count`. The runner reads it within `submit` only.
         sample: whether to sample the token at position `start + count` from the last position's logits.
         num_prompt: prompt tokens in the sequence, from which penalties and `min_tokens` tell output tokens.
         seed: 64 bits; with the position it determines the random draw.
@@ -30,6 +31,7 @@ class PlanRow:
         history: of a fresh row that starts after others' cached tokens, those tokens: ids of positions `[0, start)`.
         targets: the known ids that follow the row's first `len(targets)` positions, if their log probabilities are wanted.
         masked: the row samples, and only among the tokens of a mask that comes later, by `StepHandle.constrain`.
+        first_page: pages before those of `pages`, which the sequence has given back: no layer sees them from `start` on.
     """
 
     seq_id: int
@@ -47,6 +49,7 @@ class PlanRow:
     history: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
     masked: bool = False
+    first_page: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ class RunnerLimits:
         vocab_size: ids `0 .. vocab_size - 1`.
         host_pages: slots for pages in host memory, ids `0 .. host_pages - 1`.
         hidden_size: numbers in a final hidden state.
+        window: newest positions that a token sees in any layer, its own among them, at least `MIN_WINDOW`; None where a layer
+            sees all.
     """
 
     num_pages: int
@@ -124,7 +129,43 @@ class RunnerLimits:
     vocab_size: int
     host_pages: int = 0
     hidden_size: int = 0
+    window: int | None = None
 
+    def first_seen_page(self, position: int) -> int:
+        """The first page that the token at `position`, or any after it, sees in any layer."""
+        return 0 if self.window is None else max(0, position + 1 - self.window) // self.page_size
+
+    def pages_for(self, num_positions: int, row_tokens: int = 0) -> int:
+        """Pages that a sequence holds at once, at most, while it computes so many positions.
+
+        Args:
+            row_tokens: of it in a step at most; 0 for as many as there are in a step.
+        """
+        num_pages = -(-num_positions // self.page_size)
+        if self.window is None:
+            return num_pages
+        # A row sees and writes as many positions in a row as this, and the first may be the last of its page.
+        num_seen = self.window - 1 + (row_tokens or self.max_step_tokens)
+        return min(num_pages, (num_seen - 2) // self.page_size + 2)
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt plus output tokens of the longest sequence: what context and pool allow."""
+        # The last output token is never an input, so it needs no place in a page.
+        if self.pages_for(self.max_context - 1) <= self.num_pages:
+            return self.max_context
+        return self.num_pages * self.page_size + 1
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens of sequences that the pool holds at once, of the longest ones: with a window more than it has places for."""
+        longest = self.pages_for(self.max_context)
+        return self.num_pages * max(self.page_size, self.max_context // longest)
+
+
+MIN_WINDOW = 8
+"""Of `RunnerLimits.window`, which may be wider than the layers' windows, not narrower. More than tokens are in flight: so
+pages that are given back have always been shared before."""
 
 Masks = tuple[bytes | None, ...]
 """For each row of a plan the tokens that it may sample, never none, as `jaxserve.constraint` has masks; or None for a row that

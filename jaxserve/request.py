@@ -242,7 +242,8 @@ class Sequence:
     Attributes:
         seq_id: unique for the life of the scheduler, increasing with arrival.
         tokens: prompt and committed output ids.
-        pages: the block table, in position order.
+        pages: the block table, in position order, from page `first_page` on.
+        first_page: leading pages that it has given back, or never had, since no layer sees them any more.
         slot: index of its per-slot device state while running, else None.
         max_output: output tokens at most, from `max_tokens` and the context limit.
         num_preemptions: how often it lost its pages.
@@ -252,7 +253,7 @@ class Sequence:
         max_positions: positions whose KV it may ever need; one less than its tokens may be, since nothing follows the last
             output token.
         turn: its place among all that ever ran, which it keeps when it is preempted; -1 before it first runs.
-        num_shared: leading pages that lie in the prefix tree.
+        num_shared: leading pages that lie in the prefix tree, or did when it held them.
         dispatched: leading positions that plans before the newest compute, or that were cached.
         cached: prompt tokens that it did not compute when it first ran; None before.
         charged: leading positions that its tenant has been charged for; a replay is not charged again.
@@ -268,6 +269,7 @@ class Sequence:
     computed: int = 0
     in_flight: int = 0
     pages: list[int] = field(default_factory=list)
+    first_page: int = 0
     slot: int | None = None
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0

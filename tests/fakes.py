@@ -7,6 +7,7 @@ dependence of outputs on batching, chunking, overlap or preemption is a bug of t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
@@ -318,7 +319,8 @@ class FakeRunner:
         written: dict[int, int] = {}
         for row in plan.rows:
             self._check_row(row)
-            for page in row.pages[row.start // limits.page_size : -(-(row.start + row.count) // limits.page_size)]:
+            first, end = row.start // limits.page_size, -(-(row.start + row.count) // limits.page_size)
+            for page in row.pages[first - row.first_page : end - row.first_page]:
                 other = written.setdefault(page, row.seq_id)
                 _require(other == row.seq_id, f"page {page} is written by sequences {other} and {row.seq_id} in one step")
         for row in plan.rows:
@@ -332,7 +334,7 @@ class FakeRunner:
     def _check_copies(self, plan: StepPlan) -> None:
         num_pages, size = self._limits.num_pages, self._limits.page_size
         _require(len(plan.copies) <= self._limits.max_seqs, f"{len(plan.copies)} copies in one step")
-        begun = {row.pages[row.start // size] for row in plan.rows if row.fresh and row.start % size}
+        begun = {row.pages[row.start // size - row.first_page] for row in plan.rows if row.fresh and row.start % size}
         for source, destination in plan.copies:
             _require(0 <= source < num_pages, f"page id out of range in a copy: {source}")
             _require(destination in begun, f"page {destination} is copied to, yet no row starts in the middle of it")
@@ -347,7 +349,9 @@ class FakeRunner:
         loaded_from = [host_slot for host_slot, _ in plan.loads]
         _require(all(0 <= slot < limits.host_pages for slot in saved_to + loaded_from), f"host slot out of range: {plan}")
         _require(all(0 <= page < limits.num_pages for page, _ in plan.saves), f"page id out of range in a save: {plan.saves}")
-        begun = [page for row in plan.rows if row.fresh for page in row.pages[: row.start // limits.page_size]]
+        begun = [
+            page for row in plan.rows if row.fresh for page in row.pages[: row.start // limits.page_size - row.first_page]
+        ]
         for _, page in plan.loads:
             _require(begun.count(page) == 1, f"page {page} is loaded, yet it is not one that a new row alone starts after")
 
@@ -364,7 +368,10 @@ class FakeRunner:
         _require(0 <= row.seed <= _MASK, f"{where}: seed {row.seed} is not 64 bits")
         _require(len(row.tokens) <= row.count, f"{where}: {len(row.tokens)} tokens for {row.count} positions")
         _require(all(0 <= t < limits.vocab_size for t in row.tokens), f"{where}: token outside the vocabulary: {row.tokens}")
-        _require(len(row.pages) * limits.page_size >= end, f"{where}: {len(row.pages)} pages do not cover {end} positions")
+        first, num_pages = row.first_page, len(row.pages)
+        _require((first + num_pages) * limits.page_size >= end, f"{where}: {num_pages} pages do not cover {end} positions")
+        first_seen = 0 if limits.window is None else max(0, row.start - limits.window + 1) // limits.page_size
+        _require(0 <= first <= first_seen, f"{where}: pages from {first} on, position {row.start} sees page {first_seen}")
         _require(all(0 <= p < limits.num_pages for p in row.pages), f"{where}: page id out of range: {row.pages}")
         _require(len(set(row.pages)) == len(row.pages), f"{where}: a page twice in one block table: {row.pages}")
         _require(len(row.targets) <= row.count, f"{where}: {len(row.targets)} targets for {row.count} positions")
@@ -394,14 +401,17 @@ class FakeRunner:
         for position in range(row.start, row.start + row.count):
             state = _mix(slot.hashes[-1] if slot.hashes else _ROOT, slot.tokens[position])
             slot.hashes.append(state)
-            self._pages[row.pages[position // self._limits.page_size]][position % self._limits.page_size] = state
+            page = row.pages[position // self._limits.page_size - row.first_page]
+            self._pages[page][position % self._limits.page_size] = state
 
     def _check_page_contents(self, row: PlanRow, slot: _Slot) -> None:
-        size = self._limits.page_size
-        for index in range(-(-row.start // size)):
-            expected = slot.hashes[index * size : min((index + 1) * size, row.start)]
-            found = self._pages[row.pages[index]][: len(expected)]
-            _require(found == expected, f"sequence {row.seq_id}: page {row.pages[index]} no longer holds its KV")
+        size, window = self._limits.page_size, self._limits.window
+        first_seen = 0 if window is None else max(0, row.start - window + 1)  # by the row's first token, so by all of it
+        for position in range(first_seen // size * size, row.start, size):
+            page = row.pages[position // size - row.first_page]
+            expected = slot.hashes[position : min(position + size, row.start)]
+            seen = slice(max(0, first_seen - position), len(expected))
+            _require(self._pages[page][seen] == expected[seen], f"sequence {row.seq_id}: page {page} no longer holds its KV")
 
     def _take_tokens(self, row: PlanRow, slot: _Slot) -> None:
         """Write the host's tokens into the history; the rest of the row must be there already."""
@@ -467,7 +477,10 @@ def expected_output(
     assert params.greedy or params.seed is not None, "the oracle cannot guess a seed that the scheduler draws"
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     # The last token's KV is never needed, so a pool holds one token more than it has positions.
-    room = min(limits.max_context, limits.num_pages * limits.page_size + 1) - len(request.prompt)
+    # One with a window holds what its longest row sees and writes, and that from any place of a page on.
+    seen = math.inf if limits.window is None else limits.window - 1 + limits.max_step_tokens
+    pool = limits.num_pages * limits.page_size
+    room = min(limits.max_context, pool + 1 if pool < seen + limits.page_size - 1 else math.inf) - len(request.prompt)
     max_output = room if params.max_tokens is None else min(room, params.max_tokens)
     tokens = list(request.prompt)
     for num_output in range(max_output):

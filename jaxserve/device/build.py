@@ -9,6 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from jaxserve.device.runner import DeviceRunner, page_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import abstract_params
-from jaxserve.plan import RunnerLimits
+from jaxserve.plan import MIN_WINDOW, RunnerLimits
 from pallas_kernels.paged_attention.choose import Shape, choose
 from pallas_kernels.paged_attention.options import choose_options
 from pallas_kernels.tuned import default_folder
@@ -41,8 +42,9 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
     bytes_per_page = page_bytes(model_config, engine.page_size, mesh, kv_dtype, attention_impl)
     if 0 < engine.host_kv_memory < bytes_per_page:
         raise ConfigError(f"host_kv_memory is {engine.host_kv_memory} bytes, too few for one page of {bytes_per_page}")
+    window = widest_window(model_config)
     limits = RunnerLimits(
-        num_pages=_num_pages(engine, model_config, max_context, mesh, dtype, bytes_per_page),
+        num_pages=0,
         page_size=engine.page_size,
         max_seqs=engine.max_seqs,
         max_step_tokens=engine.max_step_tokens,
@@ -50,9 +52,17 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
         vocab_size=model_config.vocab_size,
         host_pages=engine.host_kv_memory // bytes_per_page,
         hidden_size=model_config.hidden_size,
+        window=window,
     )
+    limits = replace(limits, num_pages=_num_pages(engine, model_config, limits, mesh, dtype, bytes_per_page))
     logger.info("mesh: %s; %s", dict(mesh.shape), limits)
     return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options)
+
+
+def widest_window(model_config: ModelConfig) -> int | None:
+    """Newest positions that a token sees in any layer, as `RunnerLimits.window` has it."""
+    windows = [model_config.layer_window(layer) for layer in range(model_config.num_layers)]
+    return None if None in windows else max(MIN_WINDOW, *(window for window in windows if window is not None))
 
 
 def _choose_attention(
@@ -97,7 +107,7 @@ def kv_dtype_of(engine: EngineConfig, dtype: np.dtype) -> np.dtype:
 def _num_pages(
     engine: EngineConfig,
     model_config: ModelConfig,
-    max_context: int,
+    limits: RunnerLimits,
     mesh: Mesh,
     dtype: np.dtype,
     bytes_per_page: int,
@@ -105,7 +115,7 @@ def _num_pages(
     """Pages of the pool: as configured, else what the memory allows and the sequences can use."""
     if engine.num_pages:
         return engine.num_pages
-    usable = engine.max_seqs * -(-max_context // engine.page_size)
+    usable = engine.max_seqs * limits.pages_for(limits.max_context)
     memory = engine.kv_memory or _free_kv_bytes(mesh, _weight_bytes(model_config, mesh, dtype))
     pages = min(usable, memory // bytes_per_page)
     if pages * engine.page_size < 2 * engine.page_size:

@@ -97,8 +97,8 @@ class KnownTokens:
 
 
 def table_width(limits: RunnerLimits) -> int:
-    """Pages that the longest sequence can have."""
-    return -(-limits.max_context // limits.page_size)
+    """Pages that the longest sequence can have at once."""
+    return limits.pages_for(limits.max_context)
 
 
 def _part_shapes(bucket: Bucket, limits: RunnerLimits) -> dict[str, tuple[int, ...]]:
@@ -147,7 +147,6 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
     places: list[int | None] = []
     single, chunk, chunk_token, sample = 0, bucket.num_single, bucket.num_single, 0
     for row in plan.rows:
-        num_pages = -(-(row.start + row.count) // limits.page_size)
         if row.count > 1 and bucket.chunk_tokens:
             own, token = slice(chunk, chunk + 1), chunk_token
             rows[:, chunk] = (row.slot, row.start, row.count)
@@ -160,7 +159,9 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
             single += row.count
         tokens[token : token + len(row.tokens)] = row.tokens
         tokens[token + len(row.tokens) : token + row.count] = FROM_DEVICE
-        parts["block_table"][own, :num_pages] = row.pages[:num_pages]
+        for place in range(own.start, own.stop):
+            pages = _seen_pages(row, int(rows[1, place]), limits)
+            parts["block_table"][place, : len(pages)] = pages
         num_targets = len(row.targets)
         if num_targets:
             known[0, num_known : num_known + num_targets] = np.arange(token, token + num_targets)
@@ -174,6 +175,12 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
                 parts["forbidden"][sample, : len(row.stop_ids)] = row.stop_ids
             sample += 1
     return packed, places
+
+
+def _seen_pages(row: PlanRow, start: int, limits: RunnerLimits) -> list[int]:
+    """Pages of `row` from the first that the token at `start` sees."""
+    end = -(-(row.start + row.count) // limits.page_size)
+    return row.pages[limits.first_seen_page(start) - row.first_page : end - row.first_page]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -257,7 +264,13 @@ def unpack(
     positions = jnp.where(real, starts[row] + token - row_offsets[row], 0)
     token_slots = jnp.where(real, slots[row], limits.max_seqs)
     known = parts["tokens"] != FROM_DEVICE
-    page_ids = parts["block_table"][row, positions // limits.page_size]
+    ends = starts + counts
+    page = positions // limits.page_size
+    if limits.window is not None:  # tables begin with the first page that is seen, and for attention so do sequences
+        unseen = jnp.maximum(starts + 1 - limits.window, 0) // limits.page_size
+        ends = ends - unseen * limits.page_size
+        page = page - unseen[row]
+    page_ids = parts["block_table"][row, page]
     batch = StepBatch(
         token_ids=jnp.where(known, parts["tokens"], tokens_by_slot[token_slots, positions]),
         positions=positions,
@@ -265,7 +278,7 @@ def unpack(
         page_offsets=positions % limits.page_size,
         block_table=parts["block_table"],
         row_offsets=row_offsets,
-        lengths=jnp.where(counts > 0, starts + counts, 0),
+        lengths=jnp.where(counts > 0, ends, 0),
     )
     return batch, samples, token_slots, KnownTokens(*parts["known"])
 

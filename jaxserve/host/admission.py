@@ -65,12 +65,12 @@ def _check_fits(num_prompt: int, output: str, num_output: int, limits: RunnerLim
         message = f"prompt {num_prompt} + {output} > context {limits.max_context}"
         raise ContextExceeded(message, max_context=limits.max_context, param=param)
     # The last output token is never an input, so it needs no place in a page.
-    num_pages = -(-(num_prompt + max(1, num_output) - 1) // limits.page_size)
+    num_pages = limits.pages_for(num_prompt + max(1, num_output) - 1)
     if num_pages > limits.num_pages:
         raise ContextExceeded(
             f"prompt {num_prompt} + {output} need {num_pages} pages of {limits.page_size} tokens "
             f"> the pool's {limits.num_pages}",
-            max_context=limits.num_pages * limits.page_size + 1,
+            max_context=limits.max_tokens,
             param=param,
         )
 
@@ -79,7 +79,7 @@ def output_limit(request: Request, limits: RunnerLimits) -> int:
     """Output tokens that a valid `request` may have: `max_tokens`, or else what context and pool leave it."""
     if request.params.max_tokens is not None:
         return request.params.max_tokens
-    return min(limits.max_context, limits.num_pages * limits.page_size + 1) - len(request.prompt)
+    return limits.max_tokens - len(request.prompt)
 
 
 def cap_output(request: Request, limits: RunnerLimits, max_output_tokens: int) -> Request:
@@ -135,7 +135,7 @@ class Admission:
     ) -> None:
         self._limits = limits
         self._max_queue_requests = max_queue_requests
-        self.max_queue_tokens = max_queue_tokens or QUEUE_POOLS * limits.num_pages * limits.page_size
+        self.max_queue_tokens = max_queue_tokens or QUEUE_POOLS * limits.pool_tokens
         self._slo = slo_ttft_seconds
         self._num_tenants = num_tenants
         self._clock = clock

@@ -76,8 +76,10 @@ class FirstTokens:
         num_running = len(self._in_service)
         room = self._limits.max_seqs
         if num_running:
-            pool = self._limits.num_pages * self._limits.page_size
-            room = min(room, int(pool / (self._in_service.num_tokens / num_running + self._limits.page_size)))
+            limits = self._limits
+            longest = limits.pages_for(limits.max_context) * limits.page_size
+            held = min(self._in_service.num_tokens / num_running + limits.page_size, longest)
+            room = min(room, int(limits.num_pages * limits.page_size / held))
         room = max(1, room)
         num_running = self._in_service.num_at(priority)  # the others make room
         return self._turnover.seconds_until(num_ahead + 1 + num_running - room, max(num_running, room))

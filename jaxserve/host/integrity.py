@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxserve.host.rows import importance, is_known
-from jaxserve.plan import StepPlan
+from jaxserve.plan import RunnerLimits, StepPlan
 from jaxserve.request import Sequence
 
 
@@ -16,7 +16,7 @@ def check_everyone_is_somewhere(live: Iterable[Sequence], running: list[Sequence
     assert found == expected, f"sequences {expected} are live, those that run or wait are {found}"
 
 
-def check_running(running: list[Sequence], page_size: int) -> None:
+def check_running(running: list[Sequence], limits: RunnerLimits) -> None:
     """Assert order, cursors and block tables of those that run."""
     order = [importance(seq) for seq in running]
     assert order == sorted(order), f"running sequences are out of order: {order}"
@@ -26,8 +26,14 @@ def check_running(running: list[Sequence], page_size: int) -> None:
         assert 0 <= seq.computed <= seq.planned <= min(seq.num_tokens, seq.max_positions), (
             f"{where}: cursors out of order: {seq}"
         )
-        pages = -(-seq.planned // page_size)
-        assert len(seq.pages) == pages, f"{where}: {len(seq.pages)} pages for {seq.planned} positions"
+        pages = -(-seq.planned // limits.page_size)
+        found = seq.first_page + len(seq.pages)
+        assert found == pages, f"{where}: {found} pages for {seq.planned} positions"
+        assert seq.first_page <= limits.first_seen_page(seq.planned), (
+            f"{where}: page {seq.first_page - 1} has gone, and is seen"
+        )
+        most = limits.pages_for(seq.planned)
+        assert len(seq.pages) <= most, f"{where}: {len(seq.pages)} pages, of which a layer sees {most}"
 
 
 def check_waiting(waiting: Iterable[Sequence]) -> None:
@@ -35,6 +41,7 @@ def check_waiting(waiting: Iterable[Sequence]) -> None:
     for seq in waiting:
         holds = seq.slot, seq.pages, seq.planned, seq.computed
         assert holds == (None, [], 0, 0), f"sequence {seq.seq_id} waits, yet has (slot, pages, planned, computed) {holds}"
+        assert seq.first_page == 0, f"sequence {seq.seq_id} waits, yet has given back {seq.first_page} pages"
 
 
 def check_in_flight(live: Iterable[Sequence], in_flight: Iterable[tuple[StepPlan, list[Sequence]]]) -> None:

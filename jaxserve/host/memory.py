@@ -12,8 +12,12 @@ What makes sharing safe is the scheduler's invariant that steps run in the order
 - A page that comes back from the host tier is like one that is computed: the plan that loads it fills a page of the sequence's
   own, which enters the tree with the next plan. An evicted page may be given away in the plan that saves it, since its saves
   come before all that it writes.
-- Whoever references a page of the tree references all pages before it. Two sequences that compute the same page at once
-  would break that, so the second to finish gives up its own for the first's.
+- Whoever references a page of the tree references all pages before it that a layer still sees. Two sequences that compute the
+  same page at once would break that, so the second to finish gives up its own for the first's.
+
+Where every layer has a window, a sequence gives back the pages that no position still to be planned sees. Those in the tree
+become idle, and may be evicted although others after them are there: a prefix has holes then. It is found as deep as there is
+none in the window before.
 """
 
 from __future__ import annotations
@@ -22,55 +26,36 @@ import collections
 import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from jaxserve.errors import ConfigError
+from jaxserve.host.finding import NOTHING, Found, find_beginning, find_path
 from jaxserve.host.pages import PagePool
 from jaxserve.host.prefix import Node, PrefixTree, take_waiters
 from jaxserve.host.tier import HostTier
+from jaxserve.plan import RunnerLimits
 from jaxserve.request import Sequence
-
-MAX_CANDIDATES = 4
-"""Pages, the newest first, that are looked at for one that agrees with the beginning of a page."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a sequence that is about to run need not compute.
-
-    Attributes:
-        nodes: full pages, in order.
-        num_idle: how many of them count as free until they are taken.
-        copied: a further page that agrees in its first `num_copied` tokens; None for none.
-        loaded: entries of the host tier for full pages after `nodes`.
-        computing: the last page of its prefix that a more important sequence computes now, for which it had better wait.
-    """
-
-    nodes: tuple[Node, ...] = ()
-    num_idle: int = 0
-    copied: int | None = None
-    num_copied: int = 0
-    loaded: tuple[bytes, ...] = ()
-    computing: Node | None = None
-
-
-NOTHING = Found()
 
 
 class Memory:
     """The pool and, if `tree` is given, the prefixes in it, and in `tier` those that were evicted.
 
+    Args:
+        limits: of these, pages and window.
+
     Attributes:
         num_asked_tokens, num_hit_tokens: prompt tokens of sequences that ran, and how many of them were found.
     """
 
-    def __init__(self, num_pages: int, page_size: int, tree: PrefixTree | None = None, tier: HostTier | None = None) -> None:
+    def __init__(self, limits: RunnerLimits, tree: PrefixTree | None = None, tier: HostTier | None = None) -> None:
+        page_size = limits.page_size
         assert tree is not None or tier is None, "a host tier without prefixes"
         assert tree is None or tree.page_size == page_size, f"pages of {page_size} tokens, a tree of {tree and tree.page_size}"
-        self._num_pages = num_pages
+        self._limits = limits
         self._size = page_size
-        self._pool = PagePool(num_pages)
+        self._pool = PagePool(limits.num_pages)
         self._tree = tree
+        if tree is not None:
+            tree.has_holes = limits.window is not None
         self.tier = tier
         self._leaves: dict[Sequence, Node] = {}  # the last page that each shares
         self._ends: dict[Sequence, Node] = {}  # the last page that was full when it opened
@@ -109,47 +94,31 @@ class Memory:
         tree = self._tree
         if tree is None:
             return NOTHING
-        tokens = seq.tokens
-        last = seq.num_skippable // self._size
-        root = node = tree.root(seq.request.cache_salt)
-        nodes: list[Node] = []
-        computing = None
-        for index in range(last):
-            child = node.children.get(tree.key(tokens, index))
-            if child is None:
-                break
-            if child.page is not None:
-                nodes.append(child)
-            elif child.owner is not None and _runs_before(child.owner, seq):
-                computing = child
-            else:
-                break
-            node = child
+        root = tree.root(seq.request.cache_salt)
+        path = find_path(tree, root, seq, self._limits)
+        depth, first_seen = len(path), self._limits.first_seen_page
+        nodes = path[first_seen(depth * self._size) :]
+        computing = next((node for node in reversed(nodes) if node.page is None), None)
         if computing is not None:
             return Found(computing=computing)
+        leaf = path[-1] if path else root
+        loaded: tuple[bytes, ...] = ()
+        copied, num_copied = None, 0
         if self.tier is not None:
-            loaded = self.tier.find(tree, nodes[-1] if nodes else root, seq, len(nodes), last)
-            if loaded:
-                tree.prune(root)
-                return Found(tuple(nodes), sum(node.idle for node in nodes), loaded=loaded)
-        copied, num_copied = self._find_beginning(tree, nodes[-1] if nodes else root, seq, len(nodes))
+            loaded = self.tier.find(tree, leaf, seq, depth, seq.num_skippable // self._size)
+        if not loaded:
+            copied, num_copied = find_beginning(tree, leaf, seq, depth)
         tree.prune(root)
-        return Found(tuple(nodes), sum(node.idle for node in nodes), copied, num_copied)
-
-    def _find_beginning(self, tree: PrefixTree, node: Node, seq: Sequence, depth: int) -> tuple[int | None, int]:
-        """A page after `node` that begins as `seq` goes on, and in how many tokens it agrees, if they are worth a copy."""
-        size = self._size
-        rest = seq.tokens[depth * size : min((depth + 1) * size, seq.num_skippable)]
-        best, most = None, max(1, size // 8) - 1
-        for child in itertools.islice(reversed(node.children.values()), MAX_CANDIDATES):
-            if child.page is not None and (count := _agreement(rest, tree.tokens(child))) > most:
-                best, most = child.page, count
-        other = node.tail
-        if other is not None and other.dispatched > depth * size:
-            written = other.tokens[depth * size : min(other.dispatched, (depth + 1) * size)]
-            if (count := _agreement(rest, written)) > most:
-                best, most = other.pages[depth], count
-        return best, 0 if best is None else most
+        first = first_seen((depth + len(loaded)) * self._size + num_copied)
+        nodes = path[first:]
+        return Found(
+            tuple(nodes),
+            sum(node.idle for node in nodes),
+            copied,
+            num_copied,
+            loaded[max(0, first - depth) :],
+            first_page=first,
+        )
 
     def open(self, seq: Sequence, found: Found) -> None:
         """Let `seq` start from what was just found for it: pages, cursors, and a promise to compute the rest."""
@@ -163,7 +132,8 @@ class Memory:
                 tree.wake(node)
         seq.pages = [node.page for node in found.nodes if node.page is not None]
         self._pool.retain(seq.pages)
-        seq.num_shared = len(seq.pages)
+        seq.first_page = found.first_page
+        seq.num_shared = found.first_page + len(seq.pages)
         seq.dispatched = seq.num_shared * self._size
         seq.planned = seq.computed = seq.dispatched + found.num_copied + len(found.loaded) * self._size
         if found.loaded:
@@ -173,9 +143,16 @@ class Memory:
             seq.cached = min(seq.planned, seq.num_prompt)
             self.num_asked_tokens += seq.num_prompt
             self.num_hit_tokens += seq.cached
-        leaf = found.nodes[-1] if found.nodes else tree.root(seq.request.cache_salt)
+        leaf = found.nodes[-1] if found.nodes else self._anchor(tree, seq)
         self._leaves[seq] = leaf
         self._ends[seq] = self._promise(tree, seq, leaf)
+
+    def _anchor(self, tree: PrefixTree, seq: Sequence) -> Node:
+        """The node of the last page before `seq.first_page`, which has no page that `seq` needs; or the root."""
+        node = tree.root(seq.request.cache_salt)
+        for index in range(seq.first_page):
+            node = tree.child(node, tree.key(seq.tokens, index))
+        return node
 
     def _promise(self, tree: PrefixTree, seq: Sequence, node: Node) -> Node:
         """Make nodes for the full pages after `node` that `seq` will compute, so that others can wait for them; the last."""
@@ -220,7 +197,7 @@ class Memory:
         full = min(seq.planned, len(seq.tokens)) // self._size
         for index in range(seq.num_shared, full):
             node = tree.child(node, tree.key(seq.tokens, index))
-            page = seq.pages[index]
+            page = seq.pages[index - seq.first_page]
             if node.page is None:
                 woken += self._fill(tree, node, page)
             else:
@@ -240,15 +217,33 @@ class Memory:
         if node.idle:
             tree.wake(node)
         self._pool.retain([page])
-        self._pool.release([seq.pages[index]])
-        seq.pages[index] = page
+        self._pool.release([seq.pages[index - seq.first_page]])
+        seq.pages[index - seq.first_page] = page
+
+    def give_back_unseen(self, seq: Sequence) -> None:
+        """Take from `seq`, which has been shared, the pages that no position from its planned cursor on sees. O(those)."""
+        first = self._limits.first_seen_page(seq.planned)
+        count = first - seq.first_page
+        if count > 0:
+            assert self._tree is None or first <= seq.num_shared, f"sequence {seq.seq_id}: page {first} is not shared yet"
+            unseen = seq.pages[:count]
+            del seq.pages[:count]
+            seq.first_page = first
+            for page in self._pool.release(reversed(unseen)):
+                assert self._tree is not None
+                self._tree.retire(page)
+
+    def _release(self, pages: list[int]) -> None:
+        for page in self._pool.release(reversed(pages)):
+            assert self._tree is not None
+            self._tree.rest(page)
 
     def close(self, seq: Sequence) -> list[Sequence]:
         """Take all pages from `seq`; those that waited for pages which it now will not compute."""
         tree = self._tree
         if tree is None:
-            self._pool.release(seq.pages)
-            seq.pages = []
+            self._release(seq.pages)
+            seq.pages, seq.first_page = [], 0
             return []
         woken = self.share(seq)
         del self._leaves[seq]
@@ -256,16 +251,15 @@ class Memory:
         end.num_open -= 1
         if end.tail is seq:
             end.tail = None
-        while node.parent is not None and node.page is None:
+        while node.parent is not None and node.depth >= seq.num_shared:
             if node.owner is seq:
                 node.owner = None
                 woken += take_waiters(node)
             node = node.parent
-        for page in self._pool.release(reversed(seq.pages)):
-            tree.rest(page)
+        self._release(seq.pages)
         tree.prune(end)
         seq.pages = []
-        seq.num_shared = seq.dispatched = 0
+        seq.first_page = seq.num_shared = seq.dispatched = 0
         return woken
 
     # The whole.
@@ -285,11 +279,11 @@ class Memory:
             return 0
         nodes = self._path(tree, tokens, salt)
         num_new = sum(not node.pinned for node in nodes)
-        if 2 * (tree.num_pinned + num_new) > self._num_pages:
+        if 2 * (tree.num_pinned + num_new) > self._limits.num_pages:
             tree.prune(nodes[-1])
             raise ConfigError(
                 f"a prefix of {len(tokens)} tokens, {len(nodes)} pages of {self._size}, cannot be pinned: with the "
-                f"{tree.num_pinned} pages pinned before it that is more than half of the pool's {self._num_pages}"
+                f"{tree.num_pinned} pages pinned before it that is more than half of the pool's {self._limits.num_pages}"
             )
         for node in nodes:
             if node.page is not None and not node.pinned:
@@ -329,8 +323,7 @@ class Memory:
             return
         assert not self._leaves, "prefixes are forgotten under a sequence that shares one"
         pinned = [node.page for node in tree.nodes() if node.pinned and node.page is not None]
-        for page in self._pool.release(reversed(pinned)):
-            tree.rest(page)
+        self._release(pinned)
         self.drop_idle()
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
@@ -352,6 +345,9 @@ class Memory:
                 assert node.idle == (self._pool.num_references(node.page) == 0), f"page {node.page}: idle is {node.idle}"
             assert node.owner is None or node.owner in self._leaves, "a sequence that is gone owns a page to be computed"
             assert node.tail is None or node.tail in self._leaves, "the tail of a node is gone"
+            if self._limits.window is None and node.page is not None and node.parent is not None and node.parent.parent:
+                assert node.parent.page is not None, "a page without the one before it"
+                assert node.idle or not node.parent.idle, "a page is in use, the one before it is idle"
         assert set(seqs) == self._leaves.keys() == self._ends.keys(), "not those that run have shared prefixes"
         for seq in seqs:
             self._check_path(tree, seq)
@@ -361,27 +357,11 @@ class Memory:
         where = f"sequence {seq.seq_id}"
         node = tree.root(seq.request.cache_salt)
         assert seq.num_shared * self._size <= seq.dispatched <= seq.planned, f"{where}: {seq}"
-        for index, page in enumerate(seq.pages):
-            if index < seq.num_shared:
-                node = node.children[tree.key(seq.tokens, index)]
-                assert node.page == page, f"{where}: page {index} is {page}, its prefix lies in {node.page}"
-            else:
-                assert self._pool.num_references(page) == 1, f"{where}: page {page}, which it writes, is shared"
+        assert seq.first_page <= seq.num_shared, f"{where}: {seq}"
+        for index in range(seq.num_shared):
+            node = node.children[tree.key(seq.tokens, index)]
+            page = node.page if index < seq.first_page else seq.pages[index - seq.first_page]
+            assert node.page == page, f"{where}: page {index} is {page}, its prefix lies in {node.page}"
+        for page in seq.pages[seq.num_shared - seq.first_page :]:
+            assert self._pool.num_references(page) == 1, f"{where}: page {page}, which it writes, is shared"
         assert self._leaves[seq] is node, f"{where}: the last page that it shares is another"
-
-
-def _runs_before(owner: Sequence, seq: Sequence) -> bool:
-    """Whether `owner`, which runs, would get its share of each step before `seq`."""
-    if owner.request.priority != seq.request.priority:
-        return owner.request.priority < seq.request.priority
-    return seq.turn < 0 or owner.turn < seq.turn
-
-
-def _agreement(left: Seq[int], right: Seq[int]) -> int:
-    """In how many tokens, from the first, the two agree."""
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

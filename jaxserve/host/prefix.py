@@ -26,7 +26,9 @@ class Node:
         parent: None for a root, which has no tokens and no page.
         key: the page's tokens, as `PrefixTree.key` spells them.
         depth: pages before it.
-        page: what holds its K and V; None while nothing does.
+        num_idle: children that are idle.
+        page: what holds its K and V; None while nothing does. Where layers have windows, one after it may have a page all the
+            same.
         owner: the sequence that computes it now, while there is no page.
         waiters: sequences that wait for it to have a page.
         num_open: running sequences whose full pages, at their start, end here.
@@ -40,7 +42,7 @@ class Node:
     """
 
     __slots__ = (
-        *("parent", "key", "depth", "children", "num_paged", "page", "owner", "waiters", "num_open", "tail"),
+        *("parent", "key", "depth", "children", "num_idle", "page", "owner", "waiters", "num_open", "tail"),
         *("idle", "pinned", "num_uses", "last_used", "value", "entry", "digest"),
     )
 
@@ -49,7 +51,7 @@ class Node:
         self.key = key
         self.depth = depth
         self.children: dict[bytes, Node] = {}
-        self.num_paged = 0  # children with a page
+        self.num_idle = 0
         self.page: int | None = None
         self.owner: Sequence | None = None
         self.waiters: list[Sequence] = []
@@ -66,7 +68,7 @@ class Node:
 
 Policy = Callable[[Node, float], float]
 """(a node that has just become idle, the value of what was evicted last) -> its value. The tree evicts the least valuable
-leaf, so children always go before their parents."""
+leaf among those that are idle, so idle children always go before their parents, unless it may have holes."""
 
 
 def least_recently_used(node: Node, clock: float) -> float:
@@ -98,8 +100,9 @@ class PrefixTree:
         policy: which idle leaf goes first.
 
     Attributes:
-        num_idle: nodes with a page that nobody references. All of them can be evicted, one after the other: whoever
-            references a node's page references those of all before it.
+        num_idle: nodes with a page that nobody references. All of them can be evicted, one after the other: one is always
+            without idle children.
+        has_holes: whether pages go without regard to those after them.
         num_evicted: since the start.
     """
 
@@ -115,6 +118,7 @@ class PrefixTree:
         self._num_leaves = 0
         self._num_events = 0
         self._clock = 0.0
+        self.has_holes = False
         self.num_idle = 0
         self.num_pinned = 0
         self.num_evicted = 0
@@ -149,13 +153,9 @@ class PrefixTree:
         """Give `node` its page, which is in use; those that waited for it."""
         assert node.page is None, f"a node has page {node.page} already, and is given {page}"
         assert page not in self._by_page, f"page {page} has another node"
-        parent = node.parent
-        assert parent is not None
         node.page = page
         node.owner = None
         self._by_page[page] = node
-        parent.num_paged += 1
-        self._forget_entry(parent)
         return take_waiters(node)
 
     def prune(self, node: Node) -> None:
@@ -171,23 +171,45 @@ class PrefixTree:
     # Idleness and eviction.
 
     def rest(self, page: int) -> None:
-        """Nobody references `page` any more. Children must rest before their parents."""
+        """Nobody references `page` any more. It is cheapest for children to rest before their parents."""
         node = self._by_page[page]
-        assert not node.idle
-        node.idle = True
         self._num_events += 1
         node.last_used = self._num_events
-        node.value = self._policy(node, self._clock)
+        self._rest(node, self._policy(node, self._clock))
+
+    def retire(self, page: int) -> None:
+        """As `rest`, of a page that its sequence goes on without. Unless it was found before, it goes before all that rest,
+        since only who begins alike and goes on otherwise could use it; and the later in its sequence the sooner, since there
+        fewer are alike."""
+        node = self._by_page[page]
+        if node.num_uses:
+            self.rest(page)
+        else:
+            self._rest(node, -1.0 - node.depth)
+
+    def _rest(self, node: Node, value: float) -> None:
+        assert not node.idle
+        assert node.parent is not None
+        node.idle = True
+        node.parent.num_idle += 1
+        if not self.has_holes:
+            self._forget_entry(node.parent)
+        node.value = value
         self.num_idle += 1
-        if node.num_paged == 0:
+        if self.has_holes or node.num_idle == 0:
             self._push(node)
 
     def wake(self, node: Node) -> None:
-        """An idle node's page is referenced again. Parents must wake before their children."""
+        """An idle node's page is referenced again. It is cheapest for parents to wake before their children."""
         assert node.idle
+        parent = node.parent
+        assert parent is not None
         node.idle = False
         self.num_idle -= 1
         self._forget_entry(node)
+        parent.num_idle -= 1
+        if parent.idle and parent.num_idle == 0 and not self.has_holes:
+            self._push(parent)
 
     def evict(self) -> tuple[Node, int]:
         """Take the page of the least valuable idle leaf out of the tree: that node, and the page. One must be idle."""
@@ -200,15 +222,11 @@ class PrefixTree:
         return node, self._take_page(node)
 
     def _take_page(self, node: Node) -> int:
-        page, parent = node.page, node.parent
+        page = node.page
         assert page is not None
-        assert parent is not None
         self.wake(node)
         node.page = None
         del self._by_page[page]
-        parent.num_paged -= 1
-        if parent.idle and parent.num_paged == 0:
-            self._push(parent)
         self.prune(node)
         return page
 
@@ -252,7 +270,7 @@ class PrefixTree:
             self._check_node(node)
         assert self.num_idle == sum(node.idle for node in nodes), f"{self.num_idle} are counted idle"
         assert self.num_pinned == sum(node.pinned for node in nodes), f"{self.num_pinned} are counted pinned"
-        leaves = {id(node) for node in nodes if node.idle and node.num_paged == 0}
+        leaves = {id(node) for node in nodes if node.idle and (self.has_holes or node.num_idle == 0)}
         entered = {id(node) for _, entry, node in self._heap if node.entry == entry}
         assert leaves == entered, "the heap does not have the idle leaves"
         assert self._num_leaves == len(leaves), f"{self._num_leaves} idle leaves are counted, found {len(leaves)}"
@@ -263,15 +281,13 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         assert parent.children[node.key] is node, "a node is not where its parent has it"
-        assert node.num_paged == sum(child.page is not None for child in node.children.values()), "children with a page"
+        assert node.num_idle == sum(child.idle for child in node.children.values()), "children that are idle"
         wanted = node.children or node.num_open or node.page is not None or node.owner or node.pinned
         assert wanted, "a node for nothing"
         assert node.tail is None or node.num_open, "the tail of a node where nobody ends"
         assert node.owner is None or node.page is None, "a node that has its page is being computed"
         assert node.owner is not None or not node.waiters, "nobody computes what others wait for"
-        if node.page is not None and parent.parent is not None:
-            assert parent.page is not None, "a page without the one before it"
-            assert node.idle or not parent.idle, "a page is in use, the one before it is idle"
+        assert not node.idle or node.page is not None, "idle without a page"
 
 
 def take_waiters(node: Node) -> list[Sequence]:

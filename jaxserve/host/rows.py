@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxserve.errors import ConfigError
 from jaxserve.host.admission import output_limit
-from jaxserve.plan import PlanRow, RunnerLimits
+from jaxserve.plan import MIN_WINDOW, PlanRow, RunnerLimits
 from jaxserve.request import FinishReason, Request, Sequence, TokenEvent, TokenLogprobs
 
 
@@ -49,6 +49,8 @@ def check_can_progress(limits: RunnerLimits, prefill_chunk: int) -> None:
             f"max_step_tokens ({limits.max_step_tokens}) must be at least max_seqs ({limits.max_seqs}), "
             "so that every running sequence can decode in a step"
         )
+    if limits.window is not None and limits.window < MIN_WINDOW:
+        raise ConfigError(f"window must be at least {MIN_WINDOW}, found {limits.window}; a wider one than the layers' will do")
 
 
 def importance(seq: Sequence) -> tuple[int, int]:
@@ -80,10 +82,14 @@ def lacks_one(seq: Sequence) -> bool:
     return len(seq.tokens) + seq.in_flight - seq.planned == 1
 
 
-def pages_soon(seq: Sequence, page_size: int) -> int:
+def pages_soon(seq: Sequence, limits: RunnerLimits, prefill_chunk: int) -> int:
     """Pages that `seq` lacks for its known tokens and a page of further ones."""
-    num_positions = min(len(seq.tokens) + seq.in_flight + page_size, seq.max_positions)
-    return -(-num_positions // page_size) - len(seq.pages)
+    num_tokens = len(seq.tokens) + seq.in_flight
+    num_positions = min(num_tokens + limits.page_size, seq.max_positions)
+    if limits.window is None:
+        return -(-num_positions // limits.page_size) - len(seq.pages)
+    row_tokens = max(1, min(num_tokens - seq.planned, prefill_chunk, limits.max_step_tokens))
+    return max(0, limits.pages_for(num_positions, row_tokens) - len(seq.pages))
 
 
 def make_row(seq: Sequence, count: int, *, fresh: bool) -> PlanRow:
@@ -105,6 +111,7 @@ def make_row(seq: Sequence, count: int, *, fresh: bool) -> PlanRow:
         tuple(seq.tokens[:start]) if fresh else (),
         request.prompt[start + 1 : end + 1] if params.prompt_logprobs is not None and seq.lacks_scores else (),
         sample and seq.matcher is not None,
+        seq.first_page,
     )  # fmt: skip
 
 

@@ -10,10 +10,12 @@ import bisect
 from collections.abc import Iterator
 
 from jaxserve.host import integrity
-from jaxserve.host.memory import Found, Memory
+from jaxserve.host.finding import Found
+from jaxserve.host.memory import Memory
 from jaxserve.host.prefix import Node
 from jaxserve.host.rows import importance
 from jaxserve.host.waiting import WaitingQueue
+from jaxserve.plan import RunnerLimits
 from jaxserve.request import Sequence
 
 
@@ -26,9 +28,11 @@ class Running:
         num_preemptions: times that a sequence lost its pages.
     """
 
-    def __init__(self, max_seqs: int, page_size: int, memory: Memory) -> None:
+    def __init__(self, limits: RunnerLimits, memory: Memory) -> None:
+        max_seqs = limits.max_seqs
         self._max_seqs = max_seqs
-        self._page_size = page_size
+        self._limits = limits
+        self._page_size = limits.page_size
         self._memory = memory
         self._seqs: list[Sequence] = []
         self._free_slots = list(range(max_seqs - 1, -1, -1))
@@ -69,7 +73,7 @@ class Running:
 
     def grow(self, seq: Sequence, num_positions: int) -> bool:
         """Make the block table cover `num_positions`, preempting the least important; False if `seq` itself was."""
-        missing = -(-num_positions // self._page_size) - len(seq.pages)
+        missing = -(-num_positions // self._page_size) - seq.first_page - len(seq.pages)
         if missing <= 0:
             return True
         while self._memory.num_free < missing:
@@ -95,12 +99,15 @@ class Running:
         self._memory.wait(seq, node)
 
     def share_dispatched(self) -> None:
-        """Let others find what the plans so far compute."""
+        """Let others find what the plans so far compute, and take what no layer will see again."""
         size = self._page_size
         for seq in self._seqs:
             seq.dispatched = seq.planned
             if seq.planned >= (seq.num_shared + 1) * size:
                 self._unpark(self._memory.share(seq))
+        if self._limits.window is not None:
+            for seq in self._seqs:
+                self._memory.give_back_unseen(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take note that `seq`, which runs or waits, has just finished."""
@@ -131,5 +138,5 @@ class Running:
         self._memory.check_integrity(self._seqs)
         slots = self._free_slots + [seq.slot for seq in self._seqs if seq.slot is not None]
         assert sorted(slots) == list(range(self._max_seqs)), f"slots are not each free or held once: {slots}"
-        integrity.check_running(self._seqs, self._page_size)
+        integrity.check_running(self._seqs, self._limits)
         integrity.check_waiting([*self.waiting, *self.parked])

@@ -26,15 +26,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.host import integrity
 from jaxserve.host.admission import validate
 from jaxserve.host.fair import deadline_order
+from jaxserve.host.finding import Found
 from jaxserve.host.heap import SequenceHeap
 from jaxserve.host.jump import NO_JUMPS, JumpForward
 from jaxserve.host.masks import masks_of
-from jaxserve.host.memory import Found, Memory
+from jaxserve.host.memory import Memory
 from jaxserve.host.pace import Pacer
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.rows import (
@@ -91,19 +93,19 @@ class Scheduler:
         check_can_progress(limits, prefill_chunk)
         self._limits = self._usable = limits
         self._prefill_chunk = prefill_chunk
+        self._pages_soon = partial(pages_soon, limits=limits, prefill_chunk=prefill_chunk)
         self.eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
         self._clock = clock
         self._pacer = pacer
         self._jump = jump
-        self.memory = Memory(limits.num_pages, limits.page_size, prefixes, tier)
+        self.memory = Memory(limits, prefixes, tier)
         self._live: dict[str, Sequence] = {}
-        self._running = Running(limits.max_seqs, limits.page_size, self.memory)
+        self._running = Running(limits, self.memory)
         self._waiting = self._running.waiting
         self._expiring = SequenceHeap(deadline_order)  # those with a deadline
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
-        self._next_seq_id = 0
-        self._next_step_id = 0
+        self._next_seq_id = self._next_step_id = 0
 
     @property
     def num_live(self) -> int:
@@ -282,14 +284,13 @@ class Scheduler:
         if head is None or head.request.priority >= priority:
             return 0
         num_admitted = 0
-        size = self._limits.page_size
         promised = -1  # the sum is worth its while only if there may be room
         while head is not None and head.request.priority < priority:
             # A preempted sequence with a row in flight is not ready, and nobody overtakes it.
             if head.rows_in_flight or not (self._running.has_free_slot or self._yields_to(head)):
                 break
             if promised < 0:
-                promised = sum([pages_soon(running, size) for running in self._running])
+                promised = sum([self._pages_soon(running) for running in self._running])
             if self.memory.num_free <= promised and not self._yields_to(head):
                 break  # it needs a page at least, whatever is found for it
             found = self.memory.find(head)
@@ -300,7 +301,7 @@ class Scheduler:
                 draft.num_parked += 1
                 head = draft.head = self._waiting.peek()
                 continue
-            needed = pages_soon(head, size) - len(found.nodes) + found.num_idle
+            needed = self._pages_soon(head) - len(found.nodes) + found.num_idle
             num_preempted = self.num_preemptions
             promised -= self._preempt_for(head, promised + needed, draft)
             if self.num_preemptions > num_preempted:
@@ -308,7 +309,7 @@ class Scheduler:
             if not self._running.has_free_slot or draft.budget == 0 or self.memory.num_free < promised + needed:
                 break
             count = self._start(found, draft)
-            promised += pages_soon(head, size)
+            promised += self._pages_soon(head)
             self._add_row(head, count, draft, fresh=True)
             num_admitted += 1
             head = draft.head = self._waiting.peek()
@@ -337,15 +338,14 @@ class Scheduler:
         that they give up."""
         if not self._yields_to(seq) or not (draft.budget or lacks_one(self._running[-1])):
             return 0
-        size = self._limits.page_size
         victims = self._running.after(seq.request.priority)
-        given_up = sum([pages_soon(victim, size) for victim in victims])
+        given_up = sum([self._pages_soon(victim) for victim in victims])
         if self.memory.num_free + self.memory.num_only_of(victims) < needed - given_up:
             return 0
         given_up = 0
         while victims and (not self._running.has_free_slot or self.memory.num_free < needed - given_up):
             victim = victims.pop()
-            given_up += pages_soon(victim, size)
+            given_up += self._pages_soon(victim)
             draft.budget += lacks_one(victim)
             self._running.preempt(victim)
         return given_up

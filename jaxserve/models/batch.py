@@ -18,6 +18,7 @@ class StepBatch:
         token_ids: padding tokens hold 0.
         page_ids: page that each token's K and V go to, in each layer's pages; `NO_PAGE` for padding tokens.
         page_offsets: place within the page.
+        block_table, lengths: pages of each row from the first that any layer sees, and tokens from the start of that page.
     """
 
     token_ids: Int[Array, " T"]

@@ -12,6 +12,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.host.memory import Memory
 from jaxserve.host.prefix import PrefixTree, cost_aware
 from jaxserve.request import Request, Sequence
+from tests.host.driver import make_limits
 
 SIZE = 4
 
@@ -20,7 +21,7 @@ class Bench:
     """A memory and sequences that open, compute and close when a test says so. Checks integrity after every call."""
 
     def __init__(self, num_pages: int = 16, **tree) -> None:
-        self.memory = Memory(num_pages, SIZE, PrefixTree(SIZE, **tree))
+        self.memory = Memory(make_limits(num_pages=num_pages, page_size=SIZE), PrefixTree(SIZE, **tree))
         self.open_ones: list[Sequence] = []
         self.next_id = 0
 
@@ -331,7 +332,7 @@ def test_after_a_failure_nothing_is_known_and_what_was_pinned_is_pinned_again() 
 
 def test_without_a_tree_nothing_is_shared() -> None:
     bench = Bench()
-    bench.memory = Memory(4, SIZE)
+    bench.memory = Memory(make_limits(num_pages=4, page_size=SIZE))
     bench.run(*prompt(9))
     assert bench.run(*prompt(9)).cached == 0
     assert (bench.memory.num_free, bench.memory.num_cached, bench.memory.drop_idle()) == (4, 0, 0)

@@ -94,6 +94,20 @@ def importance(seq: Sequence) -> tuple[int, float, int]:
     return seq.request.priority, math.inf if seq.turn < 0 else seq.turn, seq.seq_id
 
 
+def first_page_seen(position: int, limits: RunnerLimits) -> int:
+    """Of all pages the first with a position that the token at `position` sees."""
+    seen = range(position + 1) if limits.window is None else range(max(0, position - limits.window + 1), position + 1)
+    return seen[0] // limits.page_size
+
+
+def most_pages_seen(num_positions: int, limits: RunnerLimits) -> int:
+    """Pages that the hungriest row of so many positions sees and writes."""
+    if limits.window is None:
+        return -(-num_positions // limits.page_size)
+    ends = ((start, min(start + limits.max_step_tokens, num_positions)) for start in range(num_positions))
+    return max((end - 1) // limits.page_size - first_page_seen(start, limits) + 1 for start, end in ends)
+
+
 @dataclass
 class CachedPrefixes:
     """The full pages that plans have computed so far, each by all tokens up to its end: the plainest record."""
@@ -218,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         needed = num_prompt + max(1 if max_tokens is None else max_tokens, params.min_tokens)
         num_positions = max(num_prompt, needed - 1)
-        fits = needed <= limits.max_context and num_positions <= limits.num_pages * limits.page_size
+        fits = needed <= limits.max_context and most_pages_seen(num_positions, limits) <= limits.num_pages
         if fits and request_id not in self.live:
             self.live[request_id] = Tracked(self.scheduler.add(request))
         else:
@@ -322,7 +336,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self.driver.limits.page_size
         for row in rows:
             assert row.count <= self.prefill_chunk
-            assert len(row.pages) == -(-(row.start + row.count) // size), "not as many pages as the row needs"
+            first, num_pages = first_page_seen(row.start, self.driver.limits), -(-(row.start + row.count) // size)
+            assert row.first_page == first, "a page that no layer sees was kept, or one that a layer sees was not"
+            assert len(row.pages) == num_pages - first, "not as many pages as the row needs"
             assert row.seq_id in seqs, "a finished sequence was planned"
             if row.fresh:
                 self.check_start(row, seqs[row.seq_id])

@@ -273,4 +273,4 @@ def test_a_step_costs_the_same_whatever_waits_or_has_finished():
 
 def test_memory_and_tree_must_agree_on_pages():
     with pytest.raises(AssertionError, match="pages of 8 tokens"):
-        Memory(4, 8, PrefixTree(4))
+        Memory(make_limits(page_size=8), PrefixTree(4))

@@ -1,0 +1,194 @@
+"""Sequences of models all of whose layers have a window: what they give back, what is found again, and random traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.host.admission import Admission, output_limit
+from jaxserve.plan import MIN_WINDOW, RunnerLimits
+from jaxserve.request import Request, SamplingParams
+from tests.host.driver import Driver, make_limits, make_request, output_of
+from tests.host.test_scheduler_machine import SchedulerMachine, first_page_seen, most_pages_seen
+
+WINDOW = 10
+
+
+def windowed(*, prefixes: bool = True, prefill_chunk: int = 4, **changes: int) -> Driver:
+    """Pages of 4 tokens and a window of two and a half."""
+    values = {"num_pages": 16, "max_context": 400, "window": WINDOW, "max_step_tokens": 8, **changes}
+    return Driver(make_limits(**values), prefixes=prefixes, prefill_chunk=prefill_chunk, eos_token_ids=())
+
+
+def ask(driver: Driver, prompt: tuple[int, ...], max_tokens: int = 1) -> int:
+    """Run a prompt alone; how much of it was cached."""
+    request_id = f"{driver.scheduler._next_seq_id}"
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    driver.scheduler.add(Request(request_id=request_id, prompt=prompt, params=params))
+    events = driver.run()[request_id]
+    assert output_of(events) == (7,) * max_tokens
+    return events[-1].num_cached
+
+
+def text(length: int, first: int = 0) -> tuple[int, ...]:
+    return tuple((first + i * i) % 50 for i in range(length))
+
+
+# --- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.none() | st.integers(MIN_WINDOW, 40), st.integers(1, 30), st.integers(1, 120), st.integers(1, 40))
+def test_pages_are_those_that_the_hungriest_row_sees(
+    page_size: int, window: int | None, row_tokens: int, num_positions: int, num_pages: int
+) -> None:
+    limits = RunnerLimits(num_pages, page_size, 1, row_tokens, max_context=num_positions + 1, vocab_size=9, window=window)
+    assert all(limits.first_seen_page(place) == first_page_seen(place, limits) for place in range(num_positions))
+    # What is counted may be a page more than there is, where no row begins at the place of a page that would need it.
+    found, most = limits.pages_for(num_positions), most_pages_seen(num_positions, limits)
+    assert most <= found <= most + 1
+    assert found == most or num_positions < 2 * page_size * (window or 0) + row_tokens
+    assert limits.pages_for(num_positions, 1) <= limits.pages_for(num_positions)
+    assert limits.max_tokens == (num_positions + 1 if found <= num_pages else num_pages * page_size + 1)
+
+
+def test_a_pool_of_windows_has_room_for_more_tokens_than_places() -> None:
+    limits = make_limits(num_pages=10, page_size=4, max_context=400)
+    assert limits.pool_tokens == 40
+    limits = dataclasses.replace(limits, window=10, max_step_tokens=8)
+    assert limits.pages_for(400) == 5
+    assert limits.pool_tokens == 10 * (400 // 5)
+    admission = Admission(limits, max_queue_requests=9, max_queue_tokens=0)
+    assert admission.max_queue_tokens == 4 * limits.pool_tokens
+
+
+def test_a_window_smaller_than_what_is_in_flight_is_refused() -> None:
+    with pytest.raises(ConfigError, match="window must be at least 8, found 7"):
+        windowed(window=7)
+
+
+# --- what is given back -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_a_long_sequence_runs_in_a_small_pool(prefixes: bool) -> None:
+    driver = windowed(num_pages=5, prefixes=prefixes)
+    assert output_limit(make_request("a", 300), driver.limits) == 100
+    ask(driver, text(300), 100)
+    assert driver.runner.max_pages_used <= 5
+    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.num_free_pages == 5
+
+
+def test_a_pool_that_is_too_small_for_the_window_is_no_larger_than_it_is() -> None:
+    driver = windowed(num_pages=4)
+    with pytest.raises(InvalidRequest, match=r"need 5 pages of 4 tokens > the pool's 4"):
+        driver.add("a", 17)
+    driver.add("b", 16, max_tokens=1)
+    driver.run()
+
+
+def test_pages_go_as_the_window_leaves_them() -> None:
+    driver = windowed(prefixes=False)
+    driver.add("a", 12, max_tokens=30)
+    held = []
+    while driver.scheduler.num_live:
+        row = driver.plan()["s0"]
+        held.append((row.start, row.first_page, len(row.pages)))
+        driver.commit()
+    assert held[:4] == [(0, 0, 1), (4, 0, 2), (8, 0, 3), (12, 0, 4)]
+    assert held[4:10] == [(13, 1, 3), (14, 1, 3), (15, 1, 3), (16, 1, 4), (17, 2, 3), (18, 2, 3)]
+
+
+def test_several_share_a_pool_that_one_alone_would_fill_without_a_window() -> None:
+    driver = windowed(num_pages=20, prefixes=False)
+    for name in "abcd":
+        driver.add(name, 60, max_tokens=20)
+    driver.run()
+    assert driver.scheduler.num_preemptions == 0
+    assert driver.runner.max_pages_used <= 20
+
+
+# --- what is found ----------------------------------------------------------------------------------------------------
+
+
+def test_the_next_turn_needs_the_last_window_only() -> None:
+    driver = windowed(num_pages=16)
+    assert ask(driver, text(60)) == 0
+    assert ask(driver, (*text(60), 1, 2, 3)) == 60
+    row = driver.runner.last_plan.rows[0]
+    assert (row.start, row.first_page) == (60, 12)
+
+
+def test_a_prefix_with_a_hole_is_found_behind_it_and_before_it() -> None:
+    driver = windowed(num_pages=16)
+    ask(driver, text(60))  # fifteen pages, of which those before the last window are wanted least
+    ask(driver, (49,) * 36)
+    assert ask(driver, (*text(60), 1)) == 60
+    tree = driver.scheduler.memory._tree
+    assert tree is not None
+    nodes = [node for node in sorted(tree.nodes(), key=lambda node: node.depth) if node.key[0] != 49][:15]
+    there = [node.page is not None for node in nodes]
+    hole = there.index(False)
+    assert 1 < hole < 11
+    assert all(there[12:])
+    assert ask(driver, (*text(hole * 4), 1, 2)) == hole * 4
+
+
+def test_the_hole_is_filled_when_it_is_computed_again() -> None:
+    driver = windowed(num_pages=16)
+    ask(driver, text(60))
+    ask(driver, (49,) * 36)
+    assert ask(driver, text(44)) < 44
+    assert ask(driver, (*text(44), 9)) == 44
+
+
+def test_a_page_is_copied_from_one_that_has_not_given_it_back() -> None:
+    driver = windowed()
+    driver.add("a", 23, max_tokens=30)
+    for _ in range(6):
+        driver.step()
+    driver.add("b", 23, max_tokens=1)
+    row = driver.plan()["s1"]
+    assert (row.start, row.first_page) == (22, 3)
+    assert driver.runner.num_copies == 1
+
+
+def test_pinned_pages_stay_though_no_layer_of_their_sequence_sees_them() -> None:
+    driver = windowed(num_pages=20)
+    assert driver.scheduler.pin(text(40)) == 10
+    ask(driver, (*text(40), 1))
+    ask(driver, (49,) * 60)
+    assert driver.scheduler.num_free_pages == 10
+    assert ask(driver, (*text(13), 48, 47)) == 13
+    assert ask(driver, (*text(40), 2)) == 40
+
+
+def test_what_comes_back_from_the_host_is_the_last_window() -> None:
+    limits = make_limits(num_pages=8, host_pages=40, max_context=400, window=WINDOW, max_step_tokens=8)
+    driver = Driver(limits, prefixes=True, prefill_chunk=4, eos_token_ids=())
+    ask(driver, text(80))
+    for first in range(1, 6):
+        ask(driver, (first,) * 16)
+    loaded = driver.runner.num_loads
+    assert ask(driver, (*text(80), 1)) == 80
+    assert 0 < driver.runner.num_loads - loaded <= 4
+
+
+# --- random traffic ---------------------------------------------------------------------------------------------------
+
+
+class WindowedMachine(SchedulerMachine):
+    """Random traffic with windows, in contexts of up to four pools, with prefixes or not, over a host tier or not."""
+
+    def choose(self, limits: RunnerLimits, prefixes: bool) -> tuple[RunnerLimits, bool]:
+        window = MIN_WINDOW + (limits.vocab_size + limits.max_seqs) % 7
+        max_context = min(240, limits.max_context * (1 + limits.max_step_tokens % 4))
+        return dataclasses.replace(limits, window=window, max_context=max_context), prefixes
+
+
+TestWindowedMachine = pytest.mark.slow(WindowedMachine.TestCase)
+TestWindowedMachine.settings = settings(stateful_step_count=100)

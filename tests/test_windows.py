@@ -1,0 +1,77 @@
+"""A model all of whose layers have a window says the same in a small pool, giving pages back, as where it keeps them all."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.device import build
+from jaxserve.device.runner import DeviceRunner
+from jaxserve.request import Request
+from tests.cached import CACHED
+from tests.near_ties import assert_same_outputs
+from tests.real_engines import TINY_MODEL, Output, mixed_requests, run, run_alone, tiny_runner
+
+pytestmark = [*CACHED, pytest.mark.slow]
+
+WINDOW = 50
+MODEL = dataclasses.replace(TINY_MODEL, family="mistral", window=WINDOW, windowed=(True,) * TINY_MODEL.num_layers)
+ENGINE = EngineConfig(dtype="float32", max_seqs=8, max_step_tokens=32, max_context=704, num_pages=512, page_size=8)
+TEXT = np.random.default_rng(0).integers(0, MODEL.vocab_size, 4000)
+
+
+@pytest.fixture(scope="module")
+def runner() -> DeviceRunner:
+    return tiny_runner(ENGINE, MODEL)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Most of them, and what they say, longer than the window; some begin the same."""
+    requests = mixed_requests(TEXT, max_prompt=250, min_output=30, max_output=80, longest=600)[:10]
+    long = [request for request in requests if len(request.prompt) > WINDOW][:4]
+    return [*requests, *(dataclasses.replace(r, request_id=f"{r.request_id} less", prompt=r.prompt[:-3]) for r in long)]
+
+
+@pytest.fixture(scope="module")
+def alone(requests: list[Request]) -> dict[str, Output]:
+    """What each says by itself on a runner that sees whole tables, and keeps every page."""
+    with patch.object(build, "widest_window", lambda model: None):
+        keeping = tiny_runner(ENGINE, MODEL)
+    assert keeping.limits.window is None
+    return run_alone(keeping, requests)
+
+
+def assert_equal(expected: dict[str, Output], found: dict[str, Output]) -> None:
+    assert_same_outputs(expected, found, tolerance=2e-4, max_near_ties=1)
+
+
+def test_tables_are_as_wide_as_a_row_sees(runner: DeviceRunner) -> None:
+    assert runner.limits.window == WINDOW
+    assert runner.limits.pages_for(704) == (WINDOW - 1 + 32 - 2) // 8 + 2 < 704 // 8
+
+
+@pytest.mark.parametrize("prefixes", [False, True], ids=["uncached", "cached"])
+@pytest.mark.parametrize("num_pages", [12, 60])
+def test_a_small_pool_gives_what_a_large_one_does(
+    runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], num_pages: int, prefixes: bool
+) -> None:
+    """The longest would need 84 pages. In 12 one runs at a time, or two that preempt each other."""
+    found = run(runner, requests, num_pages=num_pages, prefixes=prefixes, prefill_chunk=24)
+    assert_equal(alone, found.outputs)
+    assert (found.stats.num_preemptions > 0) == (num_pages == 12)
+
+
+def test_what_is_cached_gives_what_was_computed(
+    runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]
+) -> None:
+    """In a pool for two thirds of what they compute, so that prefixes have holes."""
+    again = [*requests, *(dataclasses.replace(r, request_id=f"{r.request_id} once more") for r in requests)]
+    found = run(runner, again, num_pages=200, prefixes=True).outputs
+    expected = alone | {f"{key} once more": output for key, output in alone.items()}
+    assert_equal(expected, found)
+    assert sum(output.num_cached > WINDOW for output in found.values()) > 4
