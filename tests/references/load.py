@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import math
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 HERE = Path(__file__).parent
 TINY_NAMES = tuple(sorted(path.stem.removeprefix("tiny_") for path in HERE.glob("tiny_*.npz")))
+FAMILY_NAMES = tuple(sorted(path.stem for path in (HERE / "families").glob("*.npz")))
 DEMO_NAMES = ("english", "code", "mixed")
 
 Ints = NDArray[np.int32]
@@ -41,6 +44,29 @@ class TinyReference:
     logits: Floats
     greedy_tokens: Ints
     greedy_gaps: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyReference:
+    """A tiny random model of any family and what `transformers` computes with it in float32.
+
+    Attributes:
+        name: "FAMILY-WHAT", where WHAT is what it is there to prove.
+        config: its `config.json`.
+        context: tokens of the longest context that it is to be served with, which decides between long rope's factors.
+        weights: parameters by Hugging Face name, float32 (each exact in float16): `drawn_weights`.
+        input_ids: [T + 32], a prompt and its greedy continuation.
+        num_prompt: T.
+        logits: [T + 32, V], of every position of `input_ids`.
+    """
+
+    name: str
+    config: dict[str, Any]
+    context: int
+    weights: dict[str, Floats]
+    input_ids: Ints
+    num_prompt: int
+    logits: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +140,39 @@ def load_tiny(name: str) -> TinyReference:
         )
 
 
+def load_family(name: str) -> FamilyReference:
+    """The tiny model `name` of a family, one of `FAMILY_NAMES`."""
+    with np.load(HERE / "families" / f"{name}.npz") as data:
+        recipe = json.loads(str(data["recipe"]))
+        weights = drawn_weights(recipe.pop("shapes"), recipe.pop("seed"), recipe.pop("norm_center"))
+        return FamilyReference(name=name, **recipe, weights=weights, input_ids=data["input_ids"], logits=data["logits"])
+
+
+def drawn_weights(shapes: dict[str, list[int]], seed: int, norm_center: int) -> dict[str, Floats]:
+    """Random values of the parameters at these paths, under which every part of a model moves its logits.
+
+    Drawn as integers from a generator whose stream numpy has frozen, and scaled by powers of two: so they are the same
+    everywhere, need not be kept, and are exact in float16.
+
+    Args:
+        norm_center: what weights of norms vary around: 1, or 0 in families that add 1 to them.
+    """
+    tied = "lm_head.weight" not in shapes
+
+    def drawn(path: str, shape: list[int]) -> Floats:
+        generator = np.random.RandomState(zlib.crc32(f"{seed} {path}".encode()))
+        values = generator.randint(-127, 128, shape).astype(np.float32)  # of a deviation of 73
+        if path.endswith("norm.weight"):
+            return norm_center + values * np.float32(2**-8)
+        if path.endswith("bias"):
+            return values * np.float32(2**-7)
+        # Larger, and a model whose head is its embedding would answer each token with itself.
+        wanted = 0.75 if tied and path.endswith("embed_tokens.weight") else 1.5
+        return values * np.float32(2.0 ** round(math.log2(wanted / 73 / math.sqrt(shape[-1]))))
+
+    return {path: drawn(path, shape) for path, shape in shapes.items()}
+
+
 def load_demo(name: str) -> DemoReference:
     """The demo model's values on the text `name`, one of `DEMO_NAMES`."""
     text = (HERE / "texts" / f"{name}.txt").read_text(encoding="utf-8")
@@ -133,7 +192,7 @@ def load_tokenizer() -> TokenizerReference:
     )
 
 
-def write_hf_directory(reference: TinyReference, path: Path) -> Path:
+def write_hf_directory(reference: TinyReference | FamilyReference, path: Path) -> Path:
     """Write a tiny model as a Hugging Face directory (`config.json`, `model.safetensors`), and return `path`."""
     from safetensors.numpy import save_file
 
