@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, get_type_hints
 
 from jaxserve.errors import ConfigError
@@ -27,11 +27,12 @@ class RopeScaling:
         original_max_position: positions of the original context.
         beta_fast, beta_slow: of yarn, the same, the other way round.
         truncate: of yarn: the two ends of the blend are whole dimensions.
-        attention_factor: multiplies the rotated vectors; None for what follows from `factor`, which is 1 but for yarn and
-            longrope.
+        attention_factor: multiplies the rotated vectors; None for 1.
         short_factors, long_factors: of longrope: what divides each frequency in contexts up to `original_max_position`, and in
             longer ones.
-        long: of longrope: whether this engine's contexts are longer.
+        short_attention_factor: of longrope: `attention_factor` where the short ones hold; None for the same.
+        long: of longrope: whether this engine's contexts are longer; `ModelConfig.for_context` decides it.
+        query_log_scale: queries are multiplied by 1 + this * log(1 + position // `original_max_position`), as in Ministral 3.
     """
 
     kind: str
@@ -45,7 +46,9 @@ class RopeScaling:
     attention_factor: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    short_attention_factor: float | None = None
     long: bool = True
+    query_log_scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +116,31 @@ class ModelConfig:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embedding, found {self.head_dim}")
+        rotary_dim, scaling = self.rotary_dim or self.head_dim, self.rope_scaling
+        if rotary_dim % 2 or rotary_dim > self.head_dim:
+            raise ConfigError(f"rotary_dim must be even and at most head_dim ({self.head_dim}), found {rotary_dim}")
+        if scaling is not None and scaling.kind == "longrope":
+            found = len(scaling.short_factors), len(scaling.long_factors)
+            if found != (rotary_dim // 2, rotary_dim // 2):
+                raise ConfigError(
+                    f"longrope needs a short and a long factor for each of {rotary_dim // 2} pairs, found {found}"
+                )
         for name in ("windowed", "rotary"):
             if len(getattr(self, name)) not in (0, self.num_layers):
                 raise ConfigError(f"{name} must say so for each of {self.num_layers} layers, found {len(getattr(self, name))}")
         if any(self.windowed) and (self.window is None or self.window < 1):
             raise ConfigError(f"window must be at least 1 where layers have one, found {self.window}")
+
+    def for_context(self, max_context: int) -> ModelConfig:
+        """The model as an engine runs it whose contexts have at most `max_context` tokens.
+
+        This is where long rope's factors are chosen: once for the engine, since keys that are cached under the one set are
+        wrong under the other.
+        """
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind != "longrope":
+            return self
+        return replace(self, rope_scaling=replace(scaling, long=max_context > scaling.original_max_position))
 
     def layer_window(self, layer: int) -> int | None:
         """Newest positions that a token sees in this layer, its own among them; None for all."""

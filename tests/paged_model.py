@@ -23,7 +23,7 @@ from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.sharding import make_mesh, partition_spec
 from jaxserve.weights import load_params
 from pallas_kernels.paged_attention.choose import pool_dtype
-from tests.references.load import TinyReference, write_hf_directory
+from tests.references.load import FamilyReference, TinyReference, write_hf_directory
 
 PAGE_SIZE = 16
 
@@ -64,7 +64,7 @@ class PagedModel:
     def load(cls, path: Path, tensor_parallel: int = 1, *, dtype: str = "float32", capacity: int) -> PagedModel:
         """Load the checkpoint at `path` as the engine does."""
         checkpoint = open_checkpoint(path)
-        config = model_config_from_hf(checkpoint.config)
+        config = model_config_from_hf(checkpoint.config).for_context(capacity)
         params = load_params(checkpoint, config, make_mesh(tensor_parallel), np.dtype(jnp.dtype(dtype)))
         checkpoint.close()
         return cls(config, params, tensor_parallel, dtype=dtype, capacity=capacity)
@@ -130,7 +130,12 @@ class PagedModel:
 
 
 def load_tiny_model(
-    reference: TinyReference, folder: Path, tensor_parallel: int = 1, *, dtype: str = "float32", capacity: int = 80
+    reference: TinyReference | FamilyReference,
+    folder: Path,
+    tensor_parallel: int = 1,
+    *,
+    dtype: str = "float32",
+    capacity: int = 80,
 ) -> PagedModel:
     """A tiny reference model, through its Hugging Face directory under `folder`."""
     path = write_hf_directory(reference, folder / reference.name)

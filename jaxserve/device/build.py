@@ -37,6 +37,7 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
     max_context = engine.max_context or min(model_config.max_position, DEFAULT_MAX_CONTEXT)
     if max_context > model_config.max_position:
         raise ConfigError(f"max_context is {max_context} but the model's positions end at {model_config.max_position}")
+    model_config = model_config.for_context(max_context)
     kv_dtype = kv_dtype_of(engine, dtype)
     attention_impl, options = _choose_attention(engine, model_config, mesh, dtype, kv_dtype)
     bytes_per_page = page_bytes(model_config, engine.page_size, mesh, kv_dtype, attention_impl)

@@ -18,12 +18,10 @@ from jaxserve.config import ModelConfig
 from jaxserve.models.batch import StepBatch
 from jaxserve.models.decoder_params import DecoderParams, Layer, Mlp
 from jaxserve.models.layers import ACTIVATIONS, embed, linear, psum, rms_norm, scaled, soft_cap
-from jaxserve.models.rope import rotary_table, rotate, rotate_tokens_first
+from jaxserve.models.rope import Rotary, rotary_table, rotate, rotate_tokens_first
 from jaxserve.models.sharding import DEVICES
 from pallas_kernels.kv_update import kv_update
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, schedule
-
-Rotary = tuple[Float[Array, "half T"], Float[Array, "half T"]]
 
 
 def forward(
@@ -151,7 +149,9 @@ def _attention(
     queries, keys = _norm_queries_and_keys(layer, queries, keys, config)
     if rotary is not None:
         turn = rotate_tokens_first if impl == "tpu" else rotate
-        queries, keys = turn(queries, *rotary), turn(keys, *rotary)
+        queries, keys = turn(queries, rotary.cos, rotary.sin), turn(keys, rotary.cos, rotary.sin)
+        if rotary.query_scale is not None:
+            queries = queries * rotary.query_scale.astype(queries.dtype)
     pool = kv_update(
         pool,
         keys.transpose(2, 0, 1),

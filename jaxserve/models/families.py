@@ -8,8 +8,9 @@ from typing import Any
 
 from jaxserve.config import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from jaxserve.models import gemma2, gemma3, granite, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3
 from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.hf_unheeded import refuse_unheeded
 
 FAMILIES = {
     "llama": llama.FAMILY,
@@ -21,6 +22,7 @@ FAMILIES = {
     "gemma3": gemma3.FAMILY,
     "phi3": phi3.FAMILY,
     "olmo2": olmo2.FAMILY,
+    "olmo3": olmo3.FAMILY,
     "granite": granite.FAMILY,
 }
 
@@ -39,9 +41,12 @@ def model_config_from_hf(config: Mapping[str, Any], *, where: str = "config.json
     name = _known_name(config) or _known_name(nested)
     if name is None:
         raise _unknown_architecture(config, where)
-    values = {**config, **{key: value for key, value in nested.items() if value is not None}}
+    values = {**config, **{key: value for key, value in nested.items() if value is not None or key not in config}}
     family = _ARCHITECTURES[name]
-    return ModelConfig(family=family, **FAMILIES[family].read(HfConfig(values, where)))
+    hf_config = HfConfig(values, where)
+    fields = FAMILIES[family].read(hf_config)
+    refuse_unheeded(hf_config, family)
+    return ModelConfig(family=family, **fields)
 
 
 _ARCHITECTURES = {name: family for family, row in FAMILIES.items() for name in row.architectures}

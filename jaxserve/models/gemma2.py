@@ -16,19 +16,18 @@ NAMES = TensorNames(
 
 def shared(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig` that Gemma 2 and 3 have alike."""
+    config = config.with_defaults(head_dim=256, tie_word_embeddings=True)
     biased = config.flag("attention_bias")
     return config.common() | {
-        "activation": config.activation("gelu_pytorch_tanh"),
+        "activation": config.activation("hidden_activation", "gelu_pytorch_tanh"),
         "norms": "both",
         "norm_offset": 1.0,
         "qkv_bias": biased,
         "output_bias": biased,
-        "head_dim": config.count("head_dim", 256),
         "attention_scale": config.number("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_soft_cap": config.optional_number("attn_logit_softcapping"),
-        "logits_soft_cap": config.optional_number("final_logit_softcapping"),
+        "attention_soft_cap": config.optional_number("attn_logit_softcapping", 50.0),
+        "logits_soft_cap": config.optional_number("final_logit_softcapping", 30.0),
         "embedding_scale": math.sqrt(config.count("hidden_size")),
-        "tie_embeddings": config.flag("tie_word_embeddings", True),
         "window": config.count("sliding_window", 4096),
     }
 

@@ -9,21 +9,28 @@ from jaxserve.models import gemma2
 from jaxserve.models.family import IGNORED_TENSORS, Family
 from jaxserve.models.hf_config import HfConfig
 
+# Of the class in transformers. The `text_config` of models that also see has only what differs from it.
+DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+
 
 def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
+    config = config.with_defaults(**DEFAULTS)
     period = config.count("sliding_window_pattern", 6)
     pattern = tuple((layer + 1) % period != 0 for layer in range(config.count("num_hidden_layers")))
-    # transformers 5 writes both kinds' rotary settings under their names.
-    of_kinds = config.rope.get("full_attention"), config.rope.get("sliding_attention")
-    of_all, of_windowed = (kind if isinstance(kind, dict) else {} for kind in of_kinds)
-    return gemma2.shared(config) | {
-        "qk_norm": "head",
-        "windowed": config.windowed(pattern),
-        "rope_theta": float(of_all.get("rope_theta") or config.rope_theta(1_000_000.0)),
-        "rope_scaling": config.rope_scaling(of_all or config.rope),
-        "local_rope_theta": float(of_windowed.get("rope_theta") or config.number("rope_local_base_freq", 10_000.0)),
-    }
+    local_theta = config.number("rope_local_base_freq", 10_000.0)
+    fields = {"qk_norm": "head", "windowed": config.windowed(pattern)}
+    return gemma2.shared(config) | config.rope_of_kinds(1_000_000.0, local_theta) | fields
 
 
 FAMILY = Family(

@@ -1,4 +1,5 @@
-"""Mistral and Ministral: Llama with a window over all layers, over some, or over none."""
+"""Mistral and Ministral: Llama with a window over all layers, over some, or over none. Ministral 3 also scales its queries,
+which is part of its rope scaling."""
 
 from __future__ import annotations
 
@@ -10,9 +11,17 @@ from jaxserve.models.hf_config import HfConfig
 
 def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
-    window = config.get("sliding_window")
-    all_layers = (window is not None,) * config.count("num_hidden_layers")
-    return config.common() | {"window": window, "windowed": config.windowed(all_layers)}
+    third = config.get("model_type") == "ministral3"
+    window = config.optional_count("sliding_window", None if third else 4096)
+    if third:
+        config = config.with_defaults(head_dim=128, rms_norm_eps=1e-5)
+    return config.common() | {"window": window, "windowed": config.windowed_if(window)}
 
 
-FAMILY = Family(architectures=("MistralForCausalLM", "MinistralForCausalLM", "mistral", "ministral"), read=read)
+FAMILY = Family(
+    architectures=(
+        *("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM"),
+        *("mistral", "ministral", "ministral3"),
+    ),
+    read=read,
+)

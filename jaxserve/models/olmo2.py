@@ -12,17 +12,10 @@ from jaxserve.models.hf_config import HfConfig
 def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
     biased = config.flag("attention_bias")
-    return config.common() | {
-        "norms": "post",
-        "qk_norm": "projection",
-        "rms_norm_eps": config.number("rms_norm_eps", 1e-5),
-        "qkv_bias": biased,
-        "output_bias": biased,
-    }
+    fields = {"norms": "post", "qk_norm": "projection", "qkv_bias": biased, "output_bias": biased}
+    return config.with_defaults(rms_norm_eps=1e-5).common() | fields
 
 
-FAMILY = Family(
-    architectures=("Olmo2ForCausalLM", "olmo2"),
-    read=read,
-    names=TensorNames(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
-)
+NAMES = TensorNames(norms=("post_attention_layernorm", "post_feedforward_layernorm"))
+
+FAMILY = Family(architectures=("Olmo2ForCausalLM", "olmo2"), read=read, names=NAMES)

@@ -13,9 +13,13 @@ NAMES = TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
-    window = config.get("sliding_window")
-    all_layers = (window is not None,) * config.count("num_hidden_layers")
-    return config.common() | {"window": window, "windowed": config.windowed(all_layers)}
+    config = config.with_defaults(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
+    window = config.optional_count("sliding_window")
+    fields = config.common() | {"window": window, "windowed": config.windowed_if(window)}
+    # Early files call their long rope so.
+    if config.rope.get("rope_type", config.rope.get("type")) == "yarn":
+        fields["rope_scaling"] = config.rope_scaling({**config.rope, "rope_type": "longrope"})
+    return fields
 
 
 FAMILY = Family(architectures=("Phi3ForCausalLM", "phi3"), read=read, names=NAMES)

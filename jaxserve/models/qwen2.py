@@ -10,11 +10,13 @@ from jaxserve.models.hf_config import HfConfig
 
 def window(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig` for the window of Qwen's models: off unless they say `use_sliding_window`."""
-    if not config.flag("use_sliding_window"):
+    size = config.optional_count("sliding_window", 4096)
+    if not config.flag("use_sliding_window") or size is None:
+        config.get("layer_types")
         return {}
-    first = config.get("max_window_layers", 28)
+    first = config.number("max_window_layers", 28)
     upper = tuple(layer >= first for layer in range(config.count("num_hidden_layers")))
-    return {"window": config.count("sliding_window"), "windowed": config.windowed(upper)}
+    return {"window": size, "windowed": config.windowed(upper)}
 
 
 def read(config: HfConfig) -> dict[str, Any]:

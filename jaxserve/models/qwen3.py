@@ -11,6 +11,7 @@ from jaxserve.models.hf_config import HfConfig
 
 def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
+    config = config.with_defaults(head_dim=128)
     biased = config.flag("attention_bias")
     fields = {"qk_norm": "head", "qkv_bias": biased, "output_bias": biased}
     return config.common() | qwen2.window(config) | fields

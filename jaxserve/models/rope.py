@@ -13,6 +13,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config import RopeScaling
+from pallas_kernels import pytree
+
+
+@pytree.dataclass
+class Rotary:
+    """What the tokens of a step are turned by, and what their queries are multiplied with after it, if by anything."""
+
+    cos: Float[Array, "half T"]
+    sin: Float[Array, "half T"]
+    query_scale: Float[Array, " T"] | None
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Float[Array, " half"]:
@@ -61,14 +71,30 @@ def _yarn_kept(dim: int, theta: float, scaling: RopeScaling) -> Float[Array, " h
     return jnp.asarray(1 - np.clip(ramp, 0, 1), jnp.float32)
 
 
-def rotary_table(
-    positions: Int[Array, " T"], dim: int, theta: float, scaling: RopeScaling | None
-) -> tuple[Float[Array, "half T"], Float[Array, "half T"]]:
-    """Cosines and sines that `rotate` turns tokens at these positions by."""
+def rotary_table(positions: Int[Array, " T"], dim: int, theta: float, scaling: RopeScaling | None) -> Rotary:
+    """What tokens at these positions are turned by."""
     angles = rotary_frequencies(dim, theta, scaling)[:, None] * positions.astype(jnp.float32)[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    factor = 1.0 if scaling is None or scaling.attention_factor is None else scaling.attention_factor
-    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+    factor = _attention_factor(scaling)
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    return Rotary(cos=cos, sin=sin, query_scale=_query_scale(positions, scaling))
+
+
+def _attention_factor(scaling: RopeScaling | None) -> float:
+    if scaling is None:
+        return 1.0
+    short = scaling.kind == "longrope" and not scaling.long and scaling.short_attention_factor is not None
+    factor = scaling.short_attention_factor if short else scaling.attention_factor
+    return 1.0 if factor is None else factor
+
+
+def _query_scale(positions: Int[Array, " T"], scaling: RopeScaling | None) -> Float[Array, " T"] | None:
+    """Llama 4's remedy for attention that thins out over long contexts: queries grow with each original context passed."""
+    if scaling is None or not scaling.query_log_scale:
+        return None
+    contexts = (positions // scaling.original_max_position).astype(jnp.float32)
+    return 1 + scaling.query_log_scale * jnp.log(1 + contexts)
 
 
 def rotate(

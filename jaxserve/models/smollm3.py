@@ -11,15 +11,17 @@ from jaxserve.models.hf_config import HfConfig
 
 def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
+    config = config.with_defaults(tie_word_embeddings=True)
     num_layers = config.count("num_hidden_layers")
     interval = config.count("no_rope_layer_interval", 4)
-    rotary = config.get("no_rope_layers", [(layer + 1) % interval != 0 for layer in range(num_layers)])
-    return llama.read(config) | {
-        "rope_theta": config.rope_theta(2_000_000.0),
-        "rotary": tuple(bool(rotates) for rotates in rotary),
-        "window": config.get("sliding_window") if config.flag("use_sliding_window") else None,
-        "windowed": config.windowed(()) if config.flag("use_sliding_window") else (),
-    }
+    # In spite of its name, the list says which layers do rotate.
+    listed = config.get("no_rope_layers", [(layer + 1) % interval != 0 for layer in range(num_layers)])
+    rotary = tuple(bool(rotates) for rotates in listed)
+    fields = {"rope_theta": config.rope_theta(2_000_000.0), "rotary": rotary}
+    window = config.optional_count("sliding_window")
+    if config.flag("use_sliding_window") and window is not None:
+        fields |= {"window": window, "windowed": config.windowed(tuple(not rotates for rotates in rotary))}
+    return llama.read(config) | fields
 
 
 FAMILY = Family(architectures=("SmolLM3ForCausalLM", "smollm3"), read=read)

@@ -65,7 +65,7 @@ GEMMA3: dict[str, Any] = {
 }
 PHI3: dict[str, Any] = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "hidden_size": 48, "sliding_window": None}
 
-# What each is there to prove, in its name; everything else is `BASE`. Spellings of old and of new `config.json` mix on purpose.
+# What each is there to prove is in its name; all else is `BASE`. Old and new spellings of `config.json` mix on purpose.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-yarn": {"model_type": "llama", "head_dim": 16, "rope_parameters": {**YARN, "rope_theta": 10000.0}},
     "llama-yarn_mscale": {
@@ -240,7 +240,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "hidden_size": 36,
         "sliding_window": 9,
-        "rope_theta": 10000.0,
+        "rope_theta": 500000.0,
         "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2},
     },
     "olmo3-rope_parameters": {
