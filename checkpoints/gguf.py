@@ -1,12 +1,13 @@
 """Reads GGUF files: dequantises, and undoes what the conversion to GGUF did to names and rows.
 
-Owns which tensor types are read. The header is `gguf_header`'s business, names and config are `gguf_config`'s, the tokenizer
-is `gguf_tokenizer`'s.
+Owns which tensor types are read. The header is `gguf_header`'s business, what is which part of which tensor is
+`gguf_names`'s, the config is `gguf_config`'s, the tokenizer is `gguf_tokenizer`'s.
 """
 
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from checkpoints.checkpoint import CheckpointBase, CheckpointError, TensorInfo
 from checkpoints.files import FileReader, aligned_empty
-from checkpoints.gguf_config import (
-    ROPE_FACTORS,
-    architecture_of,
-    config_from_metadata,
-    known_names,
-    layer_head_counts,
-    rows_from_interleaved,
-)
+from checkpoints.gguf_architectures import architecture_of
+from checkpoints.gguf_config import config_from_metadata
 from checkpoints.gguf_header import GgufTensor, read_header
+from checkpoints.gguf_names import Part, parts_of, rows_from_interleaved
 from checkpoints.gguf_tokenizer import tokenizer_from_metadata
 
 PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
@@ -34,15 +30,16 @@ PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
+# NVFP4 is left out: its tensors have a second scale, in a tensor of their own.
 QUANTISED: dict[GGMLQuantizationType, Any] = {
-    GGMLQuantizationType.Q4_0: quants.Q4_0,
-    GGMLQuantizationType.Q4_1: quants.Q4_1,
-    GGMLQuantizationType.Q5_0: quants.Q5_0,
-    GGMLQuantizationType.Q5_1: quants.Q5_1,
-    GGMLQuantizationType.Q8_0: quants.Q8_0,
-    GGMLQuantizationType.Q4_K: quants.Q4_K,
-    GGMLQuantizationType.Q5_K: quants.Q5_K,
-    GGMLQuantizationType.Q6_K: quants.Q6_K,
+    kind.qtype: kind
+    for kind in (
+        *(quants.Q4_0, quants.Q4_1, quants.Q5_0, quants.Q5_1, quants.Q8_0),
+        *(quants.Q2_K, quants.Q3_K, quants.Q4_K, quants.Q5_K, quants.Q6_K),
+        *(quants.IQ1_S, quants.IQ1_M, quants.IQ2_XXS, quants.IQ2_XS, quants.IQ2_S),
+        *(quants.IQ3_XXS, quants.IQ3_S, quants.IQ4_NL, quants.IQ4_XS),
+        *(quants.TQ1_0, quants.TQ2_0, quants.MXFP4),
+    )
 }
 # Values dequantised at once: the temporaries of so many stay in the cache. `quants.dequantize` takes 16 rows at a time and
 # copies the results together, which is three to ten times slower.
@@ -54,25 +51,23 @@ class GgufCheckpoint(CheckpointBase):
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
-        _check_kinds(header.tensors, path)
+        _prepare(header.tensors, path)
         self._file = FileReader(path)
         try:
             self._stored = header.tensors
-            self._names = known_names(header.tensors)
-            self._permute = architecture_of(header.metadata).interleaved
             shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
-            config = config_from_metadata(header.metadata, shapes, self._rope_factors)
-            tensors = {name: _info(header.tensors[stored]) for name, stored in self._names.items()}
+            row = architecture_of(header.metadata)
+            config = config_from_metadata(header.metadata, shapes, self._read_stored)
+            self._parts = _parts(shapes, row, config, path)
+            tensors = {name: self._info(part) for name, part in self._parts.items()}
             super().__init__(path, config, tokenizer_from_metadata(header.metadata), tensors)
-            self._heads = layer_head_counts(config)
-            self._check_permuted_rows()
         except BaseException:
             self._file.close()
             raise
 
     def read(self, name: str) -> np.ndarray:
         self.info(name)
-        return self._read(self._stored[self._names[name]], self._row_order(name))
+        return self._read(self._parts[name])
 
     def stored_bytes(self) -> Mapping[str, int]:
         counts: collections.Counter[str] = collections.Counter()
@@ -83,38 +78,39 @@ class GgufCheckpoint(CheckpointBase):
     def close(self) -> None:
         self._file.close()
 
-    def _rope_factors(self) -> np.ndarray:
-        return self._read(self._stored[ROPE_FACTORS], None).astype(np.float32)
+    def _info(self, part: Part) -> TensorInfo:
+        stored = PLAIN.get(self._stored[part.stored].kind)
+        return TensorInfo(part.shape, np.dtype(np.float32) if stored is None or part.offset else stored)
 
-    def _heads_of(self, name: str) -> int | None:
-        """Heads whose rows are interleaved in this tensor, or None."""
-        parts = name.split(".")
-        return self._heads.get(parts[-2]) if self._permute and len(parts) > 1 else None
+    def _read_stored(self, stored: str) -> np.ndarray:
+        return self._read(Part(stored, 0, self._stored[stored].shape)).astype(np.float32, copy=False)
 
-    def _check_permuted_rows(self) -> None:
-        for name, info in self.tensors.items():
-            heads = self._heads_of(name)
-            if heads is not None and (not info.shape or info.shape[0] % (2 * heads)):
-                raise CheckpointError(f"{self.path}: {name} {info} does not divide into {heads} heads of even size")
-
-    def _row_order(self, name: str) -> np.ndarray | None:
-        heads = self._heads_of(name)
-        return None if heads is None else rows_from_interleaved(self.tensors[name].shape[0], heads)
-
-    def _read(self, tensor: GgufTensor, row_order: np.ndarray | None) -> np.ndarray:
+    def _read(self, part: Part) -> np.ndarray:
+        tensor = self._stored[part.stored]
+        # Rows are whole blocks, and parts are whole rows.
+        block_size, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+        raw = aligned_empty((math.prod(part.shape) // block_size * block_bytes,), np.dtype(np.uint8))
+        self._file.read_into(raw, tensor.offset + part.start // block_size * block_bytes)
+        if part.heads:
+            # Quantised rows are put in order before they grow to float32.
+            rows = raw.reshape(part.shape[0], -1)
+            order = rows_from_interleaved(part.shape[0], part.heads)
+            raw = np.take(rows, order, axis=0, out=aligned_empty(rows.shape, rows.dtype)).reshape(-1)
         plain = PLAIN.get(tensor.kind)
-        raw = aligned_empty((tensor.nbytes,), np.dtype(np.uint8))
-        self._file.read_into(raw, tensor.offset)
-        if row_order is not None:
-            # Quantised rows are whole blocks, so they are put in order before they grow to float32.
-            rows = raw.reshape(len(row_order), -1)
-            raw = np.take(rows, row_order, axis=0, out=aligned_empty(rows.shape, rows.dtype)).reshape(-1)
-        if plain is not None:
-            return raw.view(plain).reshape(tensor.shape)
-        return _dequantise(raw, tensor)
+        values = _dequantise(raw, tensor.kind) if plain is None else raw.view(plain)
+        values = values.reshape(part.shape)
+        return values if not part.offset else values.astype(np.float32) + np.float32(part.offset)
 
 
-def _check_kinds(tensors: dict[str, GgufTensor], path: Path) -> None:
+def _parts(shapes: dict[str, tuple[int, ...]], row: Any, config: dict[str, Any], path: Path) -> dict[str, Part]:
+    try:
+        return parts_of(shapes, row, config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _prepare(tensors: dict[str, GgufTensor], path: Path) -> None:
+    """Check that all types are known, and make the tables that some need, which threads would otherwise make at once."""
     wrong = {t.name: t.kind.name for t in tensors.values() if t.kind not in PLAIN and t.kind not in QUANTISED}
     if wrong:
         name, kind = next(iter(wrong.items()))
@@ -122,15 +118,13 @@ def _check_kinds(tensors: dict[str, GgufTensor], path: Path) -> None:
         raise CheckpointError(
             f"{path}: tensor type {kind} of {name} (and of {len(wrong) - 1} more) is not read; supported: {supported}"
         )
+    for quantised in {t.kind for t in tensors.values()} & set(QUANTISED):
+        QUANTISED[quantised].init_grid()
 
 
-def _info(tensor: GgufTensor) -> TensorInfo:
-    return TensorInfo(tensor.shape, PLAIN.get(tensor.kind, np.dtype(np.float32)))
-
-
-def _dequantise(raw: np.ndarray, tensor: GgufTensor) -> np.ndarray:
-    kind = QUANTISED[tensor.kind]
-    block_size, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+def _dequantise(raw: np.ndarray, quantisation: GGMLQuantizationType) -> np.ndarray:
+    kind = QUANTISED[quantisation]
+    block_size, block_bytes = GGML_QUANT_SIZES[quantisation]
     blocks = raw.reshape(-1, block_bytes)
     values = aligned_empty((len(blocks), block_size), np.dtype(np.float32))
     step = max(1, CHUNK_VALUES // block_size)
@@ -138,4 +132,4 @@ def _dequantise(raw: np.ndarray, tensor: GgufTensor) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(blocks), step):
             values[start : start + step] = kind.dequantize_blocks(blocks[start : start + step])
-    return values.reshape(tensor.shape)
+    return values

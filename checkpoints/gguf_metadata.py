@@ -52,8 +52,10 @@ class GgufMetadata:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer; demanded if there is no default."""
+        """A positive integer, or an array that has the same one for each layer; demanded if there is no default."""
         value = self.values.get(key, default)
+        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            value = value[0].item()
         if type(value) is not int or value < 1:
             raise self.error(key, "a positive integer")
         return value
@@ -86,3 +88,39 @@ class GgufMetadata:
         if value is not None and not (isinstance(value, np.ndarray) and len(value) == length):
             raise self.error(key, f"an array of {length} numbers")
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class ArchitectureKeys:
+    """Metadata under the architecture's `prefix`, which ends in a dot."""
+
+    metadata: GgufMetadata
+    prefix: str
+
+    def get(self, key: str) -> Any:
+        """The value as it is; None where there is none."""
+        return self.metadata.values.get(self.prefix + key)
+
+    def error(self, key: str, expected: str) -> CheckpointError:
+        """An error that says what `key` should be and what it is."""
+        return self.metadata.error(self.prefix + key, expected)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer; demanded if there is no default."""
+        return self.metadata.count(self.prefix + key, default)
+
+    def optional_count(self, key: str) -> int | None:
+        """A positive integer; None where the key is absent or 0."""
+        return None if self.get(key) in (None, 0) else self.count(key)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A positive number; demanded if there is no default."""
+        return self.metadata.positive(self.prefix + key, default)
+
+    def text(self, key: str) -> str | None:
+        """A string; None where there is none."""
+        return self.metadata.text(self.prefix + key)
+
+    def original_context(self, config: Mapping[str, Any]) -> int:
+        """Tokens of the context before it was stretched."""
+        return self.count("rope.scaling.original_context_length", config["max_position_embeddings"])

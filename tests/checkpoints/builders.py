@@ -118,7 +118,22 @@ def raw_blocks(kind: GGMLQuantizationType, shape: tuple[int, ...], rng: np.rando
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block_size, block_bytes), np.uint8)
     scale = np.float16(0.01).tobytes()
-    places = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+    if kind is GGMLQuantizationType.IQ1_M:
+        # Its scale is spread over the upper halves of four bytes.
+        nibbles = np.frombuffer(scale, "<u2")[0] >> np.array([0, 4, 8, 12], np.uint16) & 15
+        blocks[..., 49:56:2] = blocks[..., 49:56:2] & 15 | nibbles.astype(np.uint8) << 4
+        return blocks.reshape(*shape[:-1], -1)
+    places = {
+        "Q4_1": [0, 2],
+        "Q5_1": [0, 2],
+        "Q4_K": [0, 2],
+        "Q5_K": [0, 2],
+        "Q2_K": [80, 82],
+        "Q3_K": [108],
+        "Q6_K": [208],
+        "TQ1_0": [52],
+        "TQ2_0": [64],
+    }
     for start in places.get(kind.name, [0]):
         blocks[..., start : start + 2] = np.frombuffer(scale, np.uint8)
     return blocks.reshape(*shape[:-1], -1)

