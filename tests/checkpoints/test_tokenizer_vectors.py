@@ -78,10 +78,10 @@ class Converted:
         self.library = Library.from_str(tokenizer_json)
 
     def encode(self, text: str) -> list[int]:
-        return self.library.encode(text)
+        return self.library.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        return self.library.decode(ids)
+        return self.library.decode(ids, skip_special_tokens=False)
 
 
 @functools.cache
