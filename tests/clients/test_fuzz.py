@@ -42,6 +42,8 @@ def test_no_request_ends_in_a_server_error(fuzzed_server: str, tmp_path: Path) -
         "2",
         "--continue-on-failure",
         "--no-color",
+        "--request-timeout",
+        "60",  # ten by default, which 88 answers of a whole context may take beside other work
         "--suppress-health-check",
         "all",
     ]
