@@ -10,6 +10,7 @@ import datetime
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -93,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench.calibrate: error: {error}", file=sys.stderr)
         return 2
     limits = cast(Runner, engine.runner).limits
-    origin = origin_of(config.model, cost, samples, engine.runner.kv_bytes / (limits.num_pages * limits.page_size))
+    kv_bytes_per_token = engine.runner.kv_bytes / (limits.num_pages * limits.page_size)
+    origin = replace(origin_of(config.model, cost, samples, kv_bytes_per_token), window=limits.window or 0)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(format_cost(cost, origin))
     print(f"{len(points)} kinds of step in {time.perf_counter() - started:.0f} s")

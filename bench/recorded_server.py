@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; write the costs. 2 where a flag, file or model is at fault, or too little was served."""
     args = _parse(argv)
     samples: list[Sample] = []
-    kv_bytes_per_token = 0.0
+    kv_bytes_per_token, window = 0.0, 0
     try:
         config = serve_config_from_args(args)
         from jaxserve import launch
@@ -36,10 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxserve.server.service import ServerParts
 
         def build() -> ServerParts:
-            nonlocal kv_bytes_per_token
+            nonlocal kv_bytes_per_token, window
             engine = launch.build_engine(config)
             limits, before = engine.limits, engine.core.on_step
             kv_bytes_per_token = engine.runner.kv_bytes / (limits.num_pages * limits.page_size)
+            window = limits.window or 0
             bucket_for: BucketFor = partial(choose_bucket, engine.runner.buckets)
 
             def note(plan: StepPlan, seconds: float) -> None:
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench.recorded_server: error: {error}", file=sys.stderr)
         return 2
     args.record.parent.mkdir(parents=True, exist_ok=True)
-    origin = replace(origin_of(config.model, cost, samples, kv_bytes_per_token), spread=spread_of(cost, samples))
+    origin = origin_of(config.model, cost, samples, kv_bytes_per_token)
+    origin = replace(origin, window=window, spread=spread_of(cost, samples))
     args.record.write_text(format_cost(cost, origin))
     print(f"costs of {len(samples)} steps written to {args.record}", file=sys.stderr)
     return code

@@ -63,7 +63,7 @@ def _setting(args: argparse.Namespace) -> Setting:
     kv_bytes = origin.kv_bytes_per_token
     if not kv_bytes and not config.engine.num_pages:
         raise ConfigError(f"{path} has no origin.kv_bytes_per_token, so the KV pool's size is unknown; give --num-pages N")
-    return Setting(config, cost, kv_bytes, origin.request_seconds, origin.spread)
+    return Setting(config, cost, kv_bytes, origin.request_seconds, origin.spread, origin.window)
 
 
 def _known_cost(model: str) -> Path:

@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with serving(command) as url:
             outcomes = asyncio.run(replay(url, jobs, make_jobs(arrivals[:3], args.seed + 1)))
         cost, origin = read_cost(cost_file)
-        setting = Setting(config, cost, origin.kv_bytes_per_token, origin.request_seconds, origin.spread)
+        setting = Setting(config, cost, origin.kv_bytes_per_token, origin.request_seconds, origin.spread, origin.window)
         record, replica = predict(setting, arrivals)
     except (JaxserveError, RuntimeError, subprocess.CalledProcessError) as error:
         print(f"bench.validate: error: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from bench.simulation.record import Record
@@ -39,6 +39,7 @@ class Setting:
         kv_bytes_per_token: of the model, from which the pool's pages follow where `config` gives memory.
         request_seconds: from a request's arrival at an idle server to the engine.
         spread: how much single steps vary; see `CostRunner`.
+        window: positions that every layer sees at most; 0 where one sees all.
     """
 
     config: ServeConfig
@@ -46,6 +47,7 @@ class Setting:
     kv_bytes_per_token: float
     request_seconds: float = 0.0
     spread: tuple[float, ...] = ()
+    window: int = 0
 
 
 def limits_of(setting: Setting) -> RunnerLimits:
@@ -54,16 +56,19 @@ def limits_of(setting: Setting) -> RunnerLimits:
     if engine.host_kv_memory:
         raise ConfigError(f"host_kv_memory is {engine.host_kv_memory}, yet the simulator knows no host tier; leave it out")
     max_context = engine.max_context or DEFAULT_MAX_CONTEXT
-    usable = engine.max_seqs * -(-max_context // engine.page_size)
     fitting = (engine.kv_memory or DEFAULT_KV_BYTES) // max(1.0, setting.kv_bytes_per_token * engine.page_size)
-    return RunnerLimits(
-        num_pages=engine.num_pages or max(2, min(usable, int(fitting))),
+    limits = RunnerLimits(
+        num_pages=engine.num_pages or int(fitting),
         page_size=engine.page_size,
         max_seqs=engine.max_seqs,
         max_step_tokens=engine.max_step_tokens,
         max_context=max_context,
         vocab_size=VOCAB_SIZE,
+        window=setting.window or None,
     )
+    if engine.num_pages:
+        return limits
+    return replace(limits, num_pages=max(2, min(limits.num_pages, engine.max_seqs * limits.pages_for(max_context))))
 
 
 class Replica:

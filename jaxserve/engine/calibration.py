@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxserve.config import EngineConfig
@@ -91,7 +91,7 @@ def _chunk_points(bucket: Bucket, limits: RunnerLimits) -> Iterator[Point]:
 
 def _longest(num_rows: int, limits: RunnerLimits) -> int:
     """Positions that each of `num_rows` sequences can have at once."""
-    return min(limits.max_context - 1, limits.num_pages // max(1, num_rows) * limits.page_size)
+    return replace(limits, num_pages=limits.num_pages // max(1, num_rows)).max_tokens - 1
 
 
 class Calibrator:
@@ -150,7 +150,8 @@ class Calibrator:
         shapes = [(point.context - 1, 1)] * point.num_decodes + [(point.start, count) for count in point.chunks]
         rows, next_page = [], 0
         for slot, (start, count) in enumerate(shapes):
-            num_pages = -(-(start + count) // limits.page_size)
+            first_page = limits.first_seen_page(start)
+            num_pages = -(-(start + count) // limits.page_size) - first_page
             pages = [(next_page + index) % limits.num_pages for index in range(num_pages)]
             next_page += num_pages
             rows.append(
@@ -167,6 +168,7 @@ class Calibrator:
                     seed=0,
                     stop_ids=(),
                     fresh=True,
+                    first_page=first_page,
                 )
             )
         self._next_step_id += 1

@@ -26,6 +26,7 @@ class CostOrigin:
         num_steps: shapes and contents that were measured.
         median_error, p95_error: of the fit on those, as shares of the measured times.
         kv_bytes_per_token: K and V of one position in all layers, from which the pool's size follows.
+        window: positions that every layer sees at most, as `RunnerLimits.window` has it; 0 where one sees all.
         request_seconds: that a request spends outside the engine, on its way in and out.
         spread: measured over predicted of single steps, from the least to the most; empty where they were not looked at.
         note: anything else that a reader should know.
@@ -38,6 +39,7 @@ class CostOrigin:
     median_error: float = 0.0
     p95_error: float = 0.0
     kv_bytes_per_token: float = 0.0
+    window: int = 0
     request_seconds: float = 0.0
     spread: tuple[float, ...] = ()
     note: str = ""

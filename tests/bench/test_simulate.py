@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -172,7 +173,10 @@ def test_the_same_trace_gives_the_same_figures() -> None:
 def test_the_pool_follows_the_memory() -> None:
     setting = make_setting(num_pages=0, kv_memory=1000, max_seqs=4)
     assert limits_of(setting).num_pages == 1000 // 16
-    assert limits_of(make_setting(num_pages=0, kv_memory=10**9)).num_pages == 4 * 512 // 16
+    setting = make_setting(num_pages=0, kv_memory=10**9)
+    assert limits_of(setting).num_pages == 4 * 512 // 16
+    # A row of 64 tokens and the 32 before it are in 7 pages at most.
+    assert limits_of(dataclasses.replace(setting, window=33)).num_pages == 4 * 7
     with pytest.raises(ConfigError, match="the simulator knows no host tier"):
         limits_of(make_setting(host_kv_memory=2**30))
 

@@ -26,7 +26,11 @@ COST = FittedCost(
 
 
 @pytest.mark.parametrize(
-    "limits", [LIMITS, make_limits(), make_limits(max_seqs=1, num_pages=8), make_limits(num_pages=2, max_context=9)]
+    "limits",
+    [
+        *(LIMITS, make_limits(), make_limits(max_seqs=1, num_pages=8), make_limits(num_pages=2, max_context=9)),
+        make_limits(num_pages=40, max_context=400, window=10),
+    ],
 )
 @pytest.mark.parametrize("points_of", [thorough_points, quick_points])
 def test_every_kind_of_program_is_measured_by_plans_within_the_limits(limits, points_of) -> None:
@@ -40,7 +44,9 @@ def test_every_kind_of_program_is_measured_by_plans_within_the_limits(limits, po
         assert plan.num_tokens <= limits.max_step_tokens
         for row in plan.rows:
             assert row.start >= 0
-            assert row.start + row.count <= min(limits.max_context, len(row.pages) * limits.page_size)
+            covered = (row.first_page + len(row.pages)) * limits.page_size
+            assert row.start + row.count <= min(limits.max_context, covered)
+            assert row.first_page == limits.first_seen_page(row.start)
             assert len(set(row.pages)) == len(row.pages) <= limits.num_pages
     kinds = {bucket_of(point, bucket_for).chunk_tokens > 0 for point in points}
     assert kinds == {False, True}
