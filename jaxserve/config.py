@@ -52,6 +52,35 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in place of an MLP: a router sends each token to some of them.
+
+    Attributes:
+        num: of experts.
+        per_token: of them, those with the highest scores.
+        width: of each expert, as `ModelConfig.intermediate_size` is of an MLP.
+        renormalise: what a token's experts make is weighted by the softmax of their scores alone, not of all scores.
+        layers: whether each layer has experts, the others an MLP; empty for all.
+        shared_width: of an MLP that all tokens meet besides; 0 for none.
+        shared_gate: what that MLP makes is weighted by a sigmoid.
+    """
+
+    num: int
+    per_token: int
+    width: int
+    renormalise: bool = True
+    layers: tuple[bool, ...] = ()
+    shared_width: int = 0
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.num:
+            raise ConfigError(f"experts: a token meets at least 1 and at most all {self.num} of them, found {self.per_token}")
+        if self.shared_gate and not self.shared_width:
+            raise ConfigError("experts: shared_gate is of the MLP of shared_width, which is 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What the weights are: a decoder of blocks of attention and MLP, and where it differs from Llama's.
 
@@ -74,6 +103,7 @@ class ModelConfig:
         attention_soft_cap, logits_soft_cap: bounds of scores and logits, by tanh; None for none.
         embedding_scale, residual_scale, logits_scale: multiply what leaves the embedding, what each part of a block adds, and
             logits.
+        experts: in place of MLPs, in all layers or some; None where there are none.
         bos_token_id, eos_token_ids: of tokens that begin and end a text.
     """
 
@@ -108,6 +138,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     tie_embeddings: bool = False
+    experts: ExpertsConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -130,6 +161,10 @@ class ModelConfig:
                 raise ConfigError(f"{name} must say so for each of {self.num_layers} layers, found {len(getattr(self, name))}")
         if any(self.windowed) and (self.window is None or self.window < 1):
             raise ConfigError(f"window must be at least 1 where layers have one, found {self.window}")
+        if self.experts and len(self.experts.layers) not in (0, self.num_layers):
+            raise ConfigError(
+                f"experts.layers must say so for each of {self.num_layers} layers, found {len(self.experts.layers)}"
+            )
 
     def for_context(self, max_context: int) -> ModelConfig:
         """The model as an engine runs it whose contexts have at most `max_context` tokens.
@@ -145,6 +180,21 @@ class ModelConfig:
     def layer_window(self, layer: int) -> int | None:
         """Newest positions that a token sees in this layer, its own among them; None for all."""
         return self.window if self.windowed and self.windowed[layer] else None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has experts in place of an MLP."""
+        return self.experts is not None and (not self.experts.layers or self.experts.layers[layer])
+
+    @property
+    def active_weights(self) -> float:
+        """Weights that one token is multiplied with in a layer, the mean of all layers: of experts, those that it meets."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        widths = 3.0 * self.intermediate_size
+        if self.experts is not None:
+            share = sum(map(self.has_experts, range(self.num_layers))) / self.num_layers
+            mixture = self.experts.num + 3 * (self.experts.per_token * self.experts.width + self.experts.shared_width)
+            widths += share * (mixture - widths)
+        return self.hidden_size * (attention + widths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +216,8 @@ class EngineConfig:
         host_kv_memory: bytes of host memory for KV pages that make room for others in the pool: they come back by a copy where
             that takes less time than to compute them again, which is measured at start-up; 0 for none.
         tensor_parallel: devices that share each layer.
+        expert_parallel: times as many devices, for a mixture of experts: each `tensor_parallel` of them have their own part of
+            the experts, and all share the rest of each layer.
         attention: "auto" takes the fastest implementation that is proven on the platform; "xla", "tpu", "gpu" or "reference"
             ask for one.
         prefix_cache: keep the KV pages of prefixes that were computed, for requests that begin the same.
@@ -190,6 +242,7 @@ class EngineConfig:
     kv_memory: int = 0
     host_kv_memory: int = 0
     tensor_parallel: int = 1
+    expert_parallel: int = 1
     attention: str = "auto"
     prefix_cache: bool = True
     eviction: str = "lru"
@@ -208,7 +261,7 @@ class EngineConfig:
             raise ConfigError(f"attention must be auto, xla, tpu, gpu or reference, found {self.attention!r}")
         if self.eviction not in ("lru", "cost"):
             raise ConfigError(f"eviction must be lru or cost, found {self.eviction!r}")
-        for name in ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel"):
+        for name in ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel", "expert_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
         for name in ("max_context", "num_pages", "kv_memory", "host_kv_memory", "slo_itl_ms"):

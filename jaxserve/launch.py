@@ -82,7 +82,7 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
             model_config = model_config_from_hf(checkpoint.config, where=str(checkpoint.path))
             tokenizer = _tokenizer(checkpoint)
             model_config = _with_end_of_tokenizer(model_config, tokenizer)
-            mesh = make_mesh(config.engine.tensor_parallel)
+            mesh = make_mesh(config.engine.tensor_parallel, config.engine.expert_parallel)
             dtype = dtype_of(config.engine)
             runner = build_runner(config.engine, model_config, mesh, dtype)
             check_params(checkpoint, model_config, mesh, dtype)
@@ -127,8 +127,7 @@ def prefix_tree(engine: EngineConfig, model: ModelConfig) -> PrefixTree | None:
         return PrefixTree(engine.page_size)
     # A token costs two operations a weight, and with each token before it two for the score and two for the sum.
     width = model.num_heads * model.head_dim
-    weights = model.hidden_size * (2 * width + 2 * model.num_kv_heads * model.head_dim + 3 * model.intermediate_size)
-    return PrefixTree(engine.page_size, cost_aware(weights / (2 * width) / engine.page_size))
+    return PrefixTree(engine.page_size, cost_aware(model.active_weights / (2 * width) / engine.page_size))
 
 
 def serve(config: ServeConfig) -> int:

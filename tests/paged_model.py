@@ -20,6 +20,7 @@ from jaxserve.device.abstract import pool_shape
 from jaxserve.device.step import POOL_AXES, SCALE_AXES
 from jaxserve.models.batch import NO_PAGE, StepBatch
 from jaxserve.models.families import FAMILIES, model_config_from_hf
+from jaxserve.models.moe import lay_out
 from jaxserve.models.sharding import make_mesh, partition_spec
 from jaxserve.weights import load_params
 from pallas_kernels.paged_attention.choose import pool_dtype
@@ -47,11 +48,14 @@ class PagedModel:
         attention_impl: str = "xla",
         kv_dtype: str = "",
         kv_scales: jax.Array | None = None,
+        expert_parallel: int = 1,
+        experts_impl: str = "xla",
     ) -> None:
         self.config = config
         self._attention_impl = attention_impl
-        self.params = params
-        self._mesh = make_mesh(tensor_parallel)
+        self._experts_impl = experts_impl
+        self.params = lay_out(params, experts_impl)
+        self._mesh = make_mesh(tensor_parallel, expert_parallel)
         self._num_pages = -(-capacity // PAGE_SIZE) + 2
         self._table = np.random.default_rng(0).permutation(self._num_pages)[:-2].astype(np.int32)
         self._pool_spec = partition_spec(POOL_AXES)
@@ -61,13 +65,30 @@ class PagedModel:
         self.restart()
 
     @classmethod
-    def load(cls, path: Path, tensor_parallel: int = 1, *, dtype: str = "float32", capacity: int) -> PagedModel:
+    def load(
+        cls,
+        path: Path,
+        tensor_parallel: int = 1,
+        *,
+        dtype: str = "float32",
+        capacity: int,
+        expert_parallel: int = 1,
+        experts_impl: str = "xla",
+    ) -> PagedModel:
         """Load the checkpoint at `path` as the engine does."""
         checkpoint = open_checkpoint(path)
         config = model_config_from_hf(checkpoint.config).for_context(capacity)
-        params = load_params(checkpoint, config, make_mesh(tensor_parallel), np.dtype(jnp.dtype(dtype)))
+        params = load_params(checkpoint, config, make_mesh(tensor_parallel, expert_parallel), np.dtype(jnp.dtype(dtype)))
         checkpoint.close()
-        return cls(config, params, tensor_parallel, dtype=dtype, capacity=capacity)
+        return cls(
+            config,
+            params,
+            tensor_parallel,
+            dtype=dtype,
+            capacity=capacity,
+            expert_parallel=expert_parallel,
+            experts_impl=experts_impl,
+        )
 
     def restart(self) -> None:
         """Forget the sequence: the next token is its first."""
@@ -111,6 +132,7 @@ class PagedModel:
         family = FAMILIES[self.config.family]
         num_single = 1 if width == 1 else 0
         options = {"config": self.config, "num_single": num_single, "attention_impl": self._attention_impl}
+        options["experts_impl"] = self._experts_impl
 
         def step(params: Any, pools: Any, batch: StepBatch, kv_scales: Any) -> Any:
             states, pools = family.forward(params, pools, batch, kv_scales=kv_scales, **options)
@@ -136,7 +158,8 @@ def load_tiny_model(
     *,
     dtype: str = "float32",
     capacity: int = 80,
+    **options: Any,
 ) -> PagedModel:
     """A tiny reference model, through its Hugging Face directory under `folder`."""
     path = write_hf_directory(reference, folder / reference.name)
-    return PagedModel.load(path, tensor_parallel, dtype=dtype, capacity=capacity)
+    return PagedModel.load(path, tensor_parallel, dtype=dtype, capacity=capacity, **options)

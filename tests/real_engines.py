@@ -58,7 +58,7 @@ def _spread(spec: ParamSpec) -> ParamSpec:
 
 def tiny_runner(engine: EngineConfig, model: ModelConfig = TINY_MODEL, *, seed: int = 0) -> DeviceRunner:
     """A warm runner of `model` with random weights, the same ones whatever `engine` says."""
-    mesh = make_mesh(engine.tensor_parallel)
+    mesh = make_mesh(engine.tensor_parallel, engine.expert_parallel)
     dtype = np.dtype(jnp.dtype(engine.dtype))
     params = random_params(map_specs(_spread, FAMILIES[model.family].specs(model)), mesh, dtype, seed)
     runner = build_runner(engine, model, mesh, dtype)
@@ -75,7 +75,7 @@ def _kv_scales(engine: EngineConfig, model: ModelConfig, params: Any, mesh: Mesh
 
 def checkpoint_runner(path: Path, engine: EngineConfig, buckets: tuple[Bucket, ...]) -> DeviceRunner:
     """A warm runner of the checkpoint at `path`, with only `buckets` compiled: a large model takes seconds for each."""
-    mesh = make_mesh(engine.tensor_parallel)
+    mesh = make_mesh(engine.tensor_parallel, engine.expert_parallel)
     dtype = np.dtype(jnp.dtype(engine.dtype))
     with open_checkpoint(path) as checkpoint:
         model = model_config_from_hf(checkpoint.config)

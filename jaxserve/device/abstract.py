@@ -27,6 +27,7 @@ from jaxserve.device.step import (
     state_shardings,
 )
 from jaxserve.models.families import FAMILIES
+from jaxserve.models.moe import lay_out
 from jaxserve.models.params import abstract_params
 from jaxserve.models.sharding import AnyMesh, padded_shape
 from jaxserve.plan import RunnerLimits
@@ -80,6 +81,7 @@ def abstract_step(
     *,
     kv_dtype: np.dtype | None = None,
     draw_impl: str = "xla",
+    experts_impl: str = "xla",
 ) -> tuple[Any, tuple[Any, ...]]:
     """The jitted step of one bucket and its abstract arguments; the second of them, the state, is donated.
 
@@ -87,13 +89,14 @@ def abstract_step(
         dtype: of weights and activations.
         kv_dtype: of the KV pools; `dtype` where None.
         draw_impl: of sampling, as `choose_draw` has it.
+        experts_impl: of the products of experts, as `grouped_matmul.choose` has it.
     """
     kv_dtype = dtype if kv_dtype is None else kv_dtype
-    params = abstract_params(FAMILIES[config.family].specs(config), mesh, dtype)
+    params = lay_out(abstract_params(FAMILIES[config.family].specs(config), mesh, dtype), experts_impl)
     state = abstract_state(config, limits, mesh, kv_dtype, attention_impl)
     upload = abstract_upload(bucket, limits, NamedSharding(mesh, PartitionSpec()))
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
     choose = partial(sample, draw_impl=draw_impl)
-    step = make_step(config, limits, bucket, attention_impl, choose)
+    step = make_step(config, limits, bucket, attention_impl, choose, experts_impl=experts_impl)
     step = jit_step(step, mesh, specs, config.num_layers, kv_dtype)
     return step, (params, state, upload)

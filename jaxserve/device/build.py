@@ -20,7 +20,9 @@ from jaxserve.device.runner import DeviceRunner, page_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import abstract_params
+from jaxserve.models.sharding import EXPERT, TENSOR, padded_shape
 from jaxserve.plan import MIN_WINDOW, RunnerLimits
+from pallas_kernels.grouped_matmul.choose import choose as choose_grouped
 from pallas_kernels.paged_attention.choose import Shape, choose
 from pallas_kernels.paged_attention.options import choose_options
 from pallas_kernels.tuned import default_folder
@@ -57,7 +59,28 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
     )
     limits = replace(limits, num_pages=_num_pages(engine, model_config, limits, mesh, dtype, bytes_per_page))
     logger.info("mesh: %s; %s", dict(mesh.shape), limits)
-    return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options)
+    experts_impl = choose_experts_impl(model_config, mesh, dtype)
+    return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options, experts_impl)
+
+
+def choose_experts_impl(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> str:
+    """The implementation of `grouped_matmul` for one device's share of the experts.
+
+    Raises:
+        ConfigError: the mesh splits experts, and the model has none.
+    """
+    experts = model_config.experts
+    if experts is None:
+        if mesh.shape[EXPERT] > 1:
+            raise ConfigError(f"expert_parallel is {mesh.shape[EXPERT]} but the model has no experts; raise tensor_parallel")
+        return "xla"
+    device, hidden = mesh.devices.flat[0], model_config.hidden_size
+    num, width = padded_shape((experts.num, experts.width), ("experts", "expert_mlp"), mesh)
+    num, width = num // mesh.shape[EXPERT], width // mesh.shape[TENSOR]
+    shapes = ((num, width, hidden), (num, hidden, width))
+    impl, reason = choose_grouped(device.platform, device.device_kind, shapes, dtype)
+    logger.info("experts: %s, since %s", impl, reason)
+    return impl
 
 
 def widest_window(model_config: ModelConfig) -> int | None:

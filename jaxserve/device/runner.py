@@ -32,6 +32,7 @@ from jaxserve.device.sampler import Sampled, choose_draw, sample
 from jaxserve.device.scoring import unpack_columns
 from jaxserve.device.step import DeviceState, StepOutput, jit_step, make_step, num_top_logprobs, state_shardings
 from jaxserve.models.families import FAMILIES
+from jaxserve.models.moe import lay_out
 from jaxserve.models.params import abstract_params
 from jaxserve.plan import Masks, PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import TokenLogprobs
@@ -130,9 +131,11 @@ class DeviceRunner:
         dtype: of parameters and activations.
         kv_dtype: of the KV pools.
         attention_options: tuned ones, as `paged_attention.schedule` has them.
+        experts_impl: of `grouped_matmul`, for models with experts.
 
     Attributes:
-        abstract_params: the tree of `jax.ShapeDtypeStruct` with shardings that the parameters are to be.
+        abstract_params: the tree of `jax.ShapeDtypeStruct` with shardings that the parameters are loaded into; the runner
+            then lays out experts as `experts_impl` wants them.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class DeviceRunner:
         kv_dtype: np.dtype,
         attention_impl: str,
         attention_options: Mapping[str, int] | None = None,
+        experts_impl: str = "xla",
     ) -> None:
         compile_counter.start_counting()
         self._config = config
@@ -151,6 +155,7 @@ class DeviceRunner:
         self._limits = limits
         self.attention_impl = attention_impl
         self._attention_options = attention_options
+        self._experts_impl = experts_impl
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._kv_dtype = kv_dtype
         self.abstract_params = abstract_params(FAMILIES[config.family].specs(config), mesh, dtype)
@@ -222,7 +227,7 @@ class DeviceRunner:
         finally:
             # Whoever interrupts this does not want to wait for what has not begun.
             pool.shutdown(wait=False, cancel_futures=True)
-        self._params, self._state = weights.params, self._empty_state(weights.kv_scales)
+        self._params, self._state = lay_out(weights.params, self._experts_impl), self._empty_state(weights.kv_scales)
         for bucket in self._buckets:
             if bucket.num_tokens <= WARM_UP_TOKENS:
                 plan = StepPlan(-1, ())
@@ -237,7 +242,8 @@ class DeviceRunner:
 
         For benchmarks: compiles, and leaves the slots' state meaningless, so no sequence may be live.
         """
-        step = self._compile_step(make_step(self._config, self._limits, bucket, attention_impl, choose), bucket)
+        step = make_step(self._config, self._limits, bucket, attention_impl, choose, experts_impl=self._experts_impl)
+        step = self._compile_step(step, bucket)
         uploaded = jax.device_put(pack(StepPlan(-1, ()), bucket, self._limits)[0], self._everywhere)
         seconds = []
         for _ in range(rounds + 1):
@@ -295,15 +301,22 @@ class DeviceRunner:
 
     def _compile(self, bucket: Bucket) -> Any:
         step = make_step(
-            self._config, self._limits, bucket, self.attention_impl, self._choose, attention_options=self._attention_options
+            self._config,
+            self._limits,
+            bucket,
+            self.attention_impl,
+            self._choose,
+            attention_options=self._attention_options,
+            experts_impl=self._experts_impl,
         )
         return self._compile_step(step, bucket)
 
     def _compile_step(self, step: Callable[..., Any], bucket: Bucket) -> Any:
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_params)
+        params = lay_out(self.abstract_params, self._experts_impl)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
         jitted = jit_step(step, self._mesh, specs, self._config.num_layers, self._kv_dtype)
         upload = abstract_upload(bucket, self._limits, self._everywhere)
-        return jitted.lower(self.abstract_params, self._abstract_state, upload).compile(compiler_options=step_options(bucket))
+        return jitted.lower(params, self._abstract_state, upload).compile(compiler_options=step_options(bucket))
 
     def _empty_state(self, kv_scales: jax.Array | None) -> DeviceState:
         make = partial(initial_state, self._config, self._limits, self._mesh, self._kv_dtype, self.attention_impl)

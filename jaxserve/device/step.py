@@ -67,12 +67,14 @@ def make_step(
     attention_impl: str,
     choose: Callable[[Array, SampleRows, SlotState], Sampled] = sample,
     attention_options: Mapping[str, int] | None = None,
+    experts_impl: str = "xla",
 ) -> Callable[[Any, DeviceState, Array], tuple[DeviceState, StepOutput]]:
     """The step of one bucket, to be called inside `shard_map`.
 
     Args:
         choose: makes tokens of logits; another than `sample` is for measuring what sampling costs.
         attention_options: tuned ones, as `paged_attention.schedule` has them.
+        experts_impl: of `grouped_matmul`, for which `moe.lay_out` has laid out the experts.
 
     Returns:
         A function of parameters, state and packed upload to the new state and what is to be read.
@@ -91,6 +93,7 @@ def make_step(
             config,
             num_single=bucket.num_single,
             attention_impl=attention_impl,
+            experts_impl=experts_impl,
             kv_scales=state.kv_scales,
             attention_options=attention_options,
         )

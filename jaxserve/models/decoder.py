@@ -1,4 +1,4 @@
-"""A decoder's forward pass over one step's batch: blocks of attention over paged KV and a gated MLP.
+"""A decoder's forward pass over one step's batch: blocks of attention over paged KV and a gated MLP or experts.
 
 One for all families: what they differ in is in `ModelConfig`, and each difference that a model has not got leaves no operation
 in its program. Runs inside `shard_map`: all shapes are local.
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from jaxserve.config import ModelConfig
-from jaxserve.models.batch import StepBatch
-from jaxserve.models.decoder_params import DecoderParams, Layer, Mlp
+from jaxserve.models.batch import NO_PAGE, StepBatch
+from jaxserve.models.decoder_params import DecoderParams, Experts, Layer, Mlp
 from jaxserve.models.layers import ACTIVATIONS, embed, linear, psum, rms_norm, scaled, soft_cap
+from jaxserve.models.moe import mixture
 from jaxserve.models.rope import Rotary, rotary_table, rotate, rotate_tokens_first
 from jaxserve.models.sharding import DEVICES
 from pallas_kernels.kv_update import kv_update
@@ -32,6 +33,7 @@ def forward(
     *,
     num_single: int,
     attention_impl: str,
+    experts_impl: str = "xla",
     kv_scales: Float[Array, "L K 2"] | None = None,
     attention_options: Mapping[str, int] | None = None,
 ) -> tuple[Float[Array, "E T"], tuple[Num[Array, "P K B D2"], ...]]:
@@ -41,6 +43,7 @@ def forward(
         pools: one KV pool a layer. One for all would give each layer's kernels constants of their own, and the compiler
             would compile them thirty times instead of once.
         num_single: leading rows that own one token each, as `paged_attention` has it.
+        experts_impl: of `grouped_matmul`, for which `moe.lay_out` has laid out the experts, where there are any.
         kv_scales: of pools in eight bits: what is stored times these is K and V of each layer's heads.
         attention_options: tuned ones, as `schedule` has them.
 
@@ -66,7 +69,7 @@ def forward(
     for index, (layer, pool) in enumerate(zip(params.layers, pools, strict=True)):
         scales = None if kv_scales is None else kv_scales[index]
         turned = rotary[_rotary_kind(config, index)]
-        x, pool = _block(layer, pool, scales, x, turned, batch, work[windows[index]], config, attention_impl)
+        x, pool = _block(layer, pool, scales, x, turned, batch, work[windows[index]], config, attention_impl, experts_impl)
         new_pools.append(pool)
     return x, tuple(new_pools)
 
@@ -105,7 +108,7 @@ def head(
 
 # Traced once for all layers of a kind. The compiler inlines it, and the layers stay unrolled: a scan over stacked weights
 # copies each layer's slice before use, which on CPU doubles the bytes of a decode.
-@partial(jax.jit, static_argnames=("config", "impl"))
+@partial(jax.jit, static_argnames=("config", "impl", "experts_impl"))
 def _block(
     layer: Layer,
     pool: Num[Array, "P K B D2"],
@@ -116,6 +119,7 @@ def _block(
     work: Any,
     config: ModelConfig,
     impl: str,
+    experts_impl: str,
 ) -> tuple[Float[Array, "E T"], Num[Array, "P K B D2"]]:
     norms = iter(layer.norms)
     before, after = config.norms != "post", config.norms != "pre"
@@ -125,7 +129,7 @@ def _block(
 
     attended, pool = _attention(layer, pool, kv_scales, norm(x, before), rotary, batch, work, config, impl)
     x = x + scaled(norm(attended, after), config.residual_scale)
-    out = _mlp(layer.mlp, norm(x, before), config)
+    out = _mlp_or_experts(layer.mlp, norm(x, before), batch, config, experts_impl)
     return x + scaled(norm(out, after), config.residual_scale), pool
 
 
@@ -204,10 +208,25 @@ def _norm_over_heads(
     return (wide * jax.lax.rsqrt(squares / size + epsilon)).astype(x.dtype) * weight[..., None]
 
 
+def _mlp_or_experts(
+    layer: Mlp | Experts, h: Float[Array, "E T"], batch: StepBatch, config: ModelConfig, experts_impl: str
+) -> Float[Array, "E T"]:
+    if isinstance(layer, Mlp):
+        out = psum(_mlp(layer, h, config), DEVICES)
+        return out if layer.down_bias is None else out + layer.down_bias[:, None]
+    assert config.experts is not None
+    real = batch.page_ids < NO_PAGE
+    out = mixture(layer, h, real, config.experts, activation=config.activation, impl=experts_impl)
+    if layer.shared is not None:
+        shared = _mlp(layer.shared, h, config)
+        out = out + (shared if layer.shared_gate is None else shared * jax.nn.sigmoid(linear(layer.shared_gate, h)))
+    return psum(out, DEVICES)
+
+
 def _mlp(layer: Mlp, h: Float[Array, "E T"], config: ModelConfig) -> Float[Array, "E T"]:
+    """This device's share of what the MLP makes, less the last bias."""
     mlp = layer.down.shape[1]
     gate_up = linear(layer.gate_up.reshape(2 * mlp, -1), h).reshape(2, mlp, -1)
     if layer.gate_up_bias is not None:
         gate_up = gate_up + layer.gate_up_bias[..., None]
-    out = psum(linear(layer.down, ACTIVATIONS[config.activation](gate_up[0]) * gate_up[1]), DEVICES)
-    return out if layer.down_bias is None else out + layer.down_bias[:, None]
+    return linear(layer.down, ACTIVATIONS[config.activation](gate_up[0]) * gate_up[1])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.config import ModelConfig
+from jaxserve.config import ExpertsConfig, ModelConfig
 from jaxserve.models.params import ParamSpec
 from pallas_kernels import pytree
 
@@ -32,6 +32,25 @@ class Mlp:
 
 
 @pytree.dataclass
+class Experts:
+    """A mixture of experts in place of an MLP. Matrices lie as `moe.lay_out` leaves them: declared they are `[X, out, in]`.
+
+    Attributes:
+        router: the score of each expert.
+        gate, up, down: of each expert, what they are of an MLP.
+        shared: an MLP that all tokens meet.
+        shared_gate: what that MLP makes is weighted by the sigmoid of this.
+    """
+
+    router: Float[Array, "X E"]
+    gate: Float[Array, "X_local _ _"]
+    up: Float[Array, "X_local _ _"]
+    down: Float[Array, "X_local _ _"]
+    shared: Mlp | None
+    shared_gate: Float[Array, "1 E"] | None
+
+
+@pytree.dataclass
 class Layer:
     """One block. `G` is the number of query heads of a KV head, which come before their K and V in `qkv`.
 
@@ -48,7 +67,7 @@ class Layer:
     projection_norms: Float[Array, "K G+1 D"] | None
     output: Float[Array, "E K G D"]
     output_bias: Float[Array, " E"] | None
-    mlp: Mlp
+    mlp: Mlp | Experts
 
 
 @pytree.dataclass
@@ -69,6 +88,8 @@ class TensorNames:
         norms: in the order in which they apply.
         qkv: queries, keys and values, or one tensor of all three.
         gate_up: gate and up, or one tensor of both.
+        router, shared_gate_up, shared_down, shared_gate: of a mixture of experts and the MLP that all tokens meet.
+        expert_gate_up, expert_down: of expert `{}`; without that place, one tensor of all experts.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -77,13 +98,19 @@ class TensorNames:
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    expert_down: str = "mlp.experts.{}.down_proj"
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
 
 
 def specs(config: ModelConfig, names: TensorNames) -> DecoderParams:
     """The parameters' declarations, in the shape of `DecoderParams`."""
     hidden = config.hidden_size
     table = (config.vocab_size, hidden)
-    layers = tuple(_LayerSpecs(config, names, f"model.layers.{index}.").layer() for index in range(config.num_layers))
+    layers = tuple(_LayerSpecs(config, names, f"model.layers.{index}.").layer(index) for index in range(config.num_layers))
     fields: dict[str, Any] = {
         "embedding": ParamSpec(table, ("vocab", "embed"), (("model.embed_tokens.weight", table),)),
         "layers": layers,
@@ -116,7 +143,7 @@ class _LayerSpecs:
     names: TensorNames
     prefix: str
 
-    def layer(self) -> Layer:
+    def layer(self, index: int) -> Layer:
         config, names = self.config, self.names
         hidden = config.hidden_size
         heads, group, dim = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
@@ -145,7 +172,7 @@ class _LayerSpecs:
                 lambda parts: parts[0].reshape(hidden, heads, group, dim),
             ),
             "output_bias": self._bias(names.output, config.output_bias),
-            "mlp": self.mlp(),
+            "mlp": self.experts(config.experts) if config.experts and config.has_experts(index) else self.mlp(),
         }
         if config.qkv_bias:
             fields["qkv_bias"] = ParamSpec((heads, group + 2, dim), HEAD_AXES, self._biases(names.qkv, widths), by_head)
@@ -160,9 +187,12 @@ class _LayerSpecs:
         return Layer(**fields)
 
     def mlp(self) -> Mlp:
-        names, hidden, mlp = self.names, self.config.hidden_size, self.config.intermediate_size
-        widths = [mlp, mlp] if len(names.gate_up) > 1 else [2 * mlp]
-        has_bias = self.config.mlp_bias
+        config, names = self.config, self.names
+        return self._mlp(names.gate_up, names.down, config.intermediate_size, has_bias=config.mlp_bias)
+
+    def _mlp(self, gate_up: tuple[str, ...], down: str, mlp: int, *, has_bias: bool) -> Mlp:
+        hidden = self.config.hidden_size
+        widths = [mlp, mlp] if len(gate_up) > 1 else [2 * mlp]
 
         def side_by_side(parts: list[np.ndarray]) -> np.ndarray:
             return np.stack(parts) if len(parts) > 1 else parts[0].reshape(2, mlp, *parts[0].shape[1:])
@@ -171,17 +201,48 @@ class _LayerSpecs:
             "gate_up": ParamSpec(
                 (2, mlp, hidden),
                 ("gate_and_up", "mlp", "embed"),
-                self._weights(names.gate_up, widths, hidden),
+                self._weights(gate_up, widths, hidden),
                 side_by_side,
             ),
             "gate_up_bias": None,
-            "down": ParamSpec((hidden, mlp), ("embed", "mlp"), self._weights((names.down,), [hidden], mlp)),
-            "down_bias": self._bias(names.down, has_bias),
+            "down": ParamSpec((hidden, mlp), ("embed", "mlp"), self._weights((down,), [hidden], mlp)),
+            "down_bias": self._bias(down, has_bias),
         }
         if has_bias:
-            biases = self._biases(names.gate_up, widths)
+            biases = self._biases(gate_up, widths)
             fields["gate_up_bias"] = ParamSpec((2, mlp), ("gate_and_up", "mlp"), biases, side_by_side)
         return Mlp(**fields)
+
+    def experts(self, experts: ExpertsConfig) -> Experts:
+        names, hidden, width = self.names, self.config.hidden_size, experts.width
+        gate, up = names.expert_gate_up[0], names.expert_gate_up[-1]
+        shared = experts.shared_width
+        fields: dict[str, Any] = {
+            "router": ParamSpec(
+                (experts.num, hidden), ("experts_of_layer", "embed"), self._weights((names.router,), [experts.num], hidden)
+            ),
+            "gate": self._matrices(gate, (width, hidden), ("expert_mlp", "embed"), half=0 if gate == up else None),
+            "up": self._matrices(up, (width, hidden), ("expert_mlp", "embed"), half=1 if gate == up else None),
+            "down": self._matrices(names.expert_down, (hidden, width), ("embed", "expert_mlp")),
+            "shared": self._mlp(names.shared_gate_up, names.shared_down, shared, has_bias=False) if shared else None,
+            "shared_gate": None,
+        }
+        if experts.shared_gate:
+            tensors = self._weights((names.shared_gate,), [1], hidden)
+            fields["shared_gate"] = ParamSpec((1, hidden), ("shared_gate", "embed"), tensors)
+        return Experts(**fields)
+
+    def _matrices(self, name: str, shape: tuple[int, int], axes: tuple[str, str], *, half: int | None = None) -> ParamSpec:
+        """One matrix of each expert, of a tensor each or of one tensor of all; `half` of it where that is of gate and up."""
+        assert self.config.experts is not None
+        num, name = self.config.experts.num, f"{self.prefix}{name}.weight"
+        whole, all_axes = (num, *shape), ("experts", *axes)
+        if "{}" in name:
+            return ParamSpec(whole, all_axes, tuple((name.format(index), shape) for index in range(num)), np.stack)
+        if half is None:
+            return ParamSpec(whole, all_axes, ((name, whole),))
+        both = (num, 2 * shape[0], shape[1])
+        return ParamSpec(whole, all_axes, ((name, both),), lambda parts: np.split(parts[0], 2, axis=1)[half])
 
     def _weights(self, names: tuple[str, ...], widths: list[int], inputs: int) -> Tensors:
         pairs = zip(names, widths, strict=True)

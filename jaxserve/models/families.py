@@ -8,7 +8,24 @@ from typing import Any
 
 from jaxserve.config import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.models import gemma2, gemma3, granite, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3
+from jaxserve.models import (
+    gemma2,
+    gemma3,
+    granite,
+    granite_moe,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from jaxserve.models.hf_config import HfConfig
 from jaxserve.models.hf_unheeded import refuse_unheeded
 
@@ -24,6 +41,11 @@ FAMILIES = {
     "olmo2": olmo2.FAMILY,
     "olmo3": olmo3.FAMILY,
     "granite": granite.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "olmoe": olmoe.FAMILY,
+    "granite_moe": granite_moe.FAMILY,
 }
 
 

@@ -85,6 +85,10 @@ class HfConfig:
         value = self.get(key) if key in self.values else default
         return None if value is None else self.count(key, default)
 
+    def num_experts(self) -> int:
+        """Of a mixture, under either of its names."""
+        return self.count("num_local_experts" if self.get("num_experts") is None else "num_experts")
+
     @property
     def rope(self) -> Mapping[str, Any]:
         """`rope_scaling` or `rope_parameters`, as transformers 5 calls it; {} for neither."""

@@ -33,6 +33,8 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "heads_of_group": None,
     "head_dim": None,
     "gate_and_up": None,
+    "experts_of_layer": None,  # as the router scores them
+    "shared_gate": None,
     "layers": None,
     "norms_of_layer": None,
     "query_and_key": None,

@@ -26,16 +26,21 @@ from pallas_kernels.grouped_matmul import gpu, reference, tpu, xla
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """A `lay_out` and the `grouped_matmul` that reads it, with the signatures of this module less `impl`."""
+    """A `lay_out` and the `grouped_matmul` that reads it, with the signatures of this module less `impl`.
+
+    Attributes:
+        order: how `lay_out` permutes the axes of matrices `[X, out, in]`, which is all that it does.
+    """
 
     lay_out: Callable[..., Any]
     grouped_matmul: Callable[..., Any]
+    order: tuple[int, int, int] = (0, 1, 2)
 
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.lay_out, reference.grouped_matmul),
     "xla": Implementation(xla.lay_out, xla.grouped_matmul),
-    "tpu": Implementation(tpu.lay_out, tpu.grouped_matmul),
+    "tpu": Implementation(tpu.lay_out, tpu.grouped_matmul, order=(0, 2, 1)),
     "gpu": Implementation(gpu.lay_out, gpu.grouped_matmul),
 }
 """By name. An experiment adds its own in one line; "reference" is the definition, "xla" the fast path on CPU."""

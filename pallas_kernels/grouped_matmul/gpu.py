@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -12,20 +14,25 @@ OUTPUT_BLOCKS = 2
 """Blocks of outputs that run side by side over one block of rows, so that it is read from the cache."""
 
 
+def check(shape: tuple[int, ...], dtype: Any) -> None:
+    """Raise `ValueError` unless the kernel takes matrices of this shape, `[X, out, in]`, and dtype."""
+    _, num_out, num_in = shape
+    if num_out % (BLOCK * OUTPUT_BLOCKS) or num_in % BLOCK:
+        raise ValueError(
+            f"grouped_matmul on GPU takes matrices of multiples of {BLOCK * OUTPUT_BLOCKS} x {BLOCK}, found "
+            f"{num_out} x {num_in}; choose impl='xla'"
+        )
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"grouped_matmul on GPU takes bfloat16 and float16, found {dtype}; choose impl='xla'")
+
+
 def lay_out(weights: Float[Array, "X out in"]) -> Float[Array, "X out in"]:
     """See `pallas_kernels.grouped_matmul.lay_out`. Nothing to move.
 
     Raises:
         ValueError: shapes or dtype that the kernel does not take.
     """
-    _, num_out, num_in = weights.shape
-    if num_out % (BLOCK * OUTPUT_BLOCKS) or num_in % BLOCK:
-        raise ValueError(
-            f"grouped_matmul on GPU takes matrices of multiples of {BLOCK * OUTPUT_BLOCKS} x {BLOCK}, found "
-            f"{num_out} x {num_in}; choose impl='xla'"
-        )
-    if weights.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"grouped_matmul on GPU takes bfloat16 and float16, found {weights.dtype}; choose impl='xla'")
+    check(weights.shape, weights.dtype)
     return weights
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 HERE = Path(__file__).parent
 TINY_NAMES = tuple(sorted(path.stem.removeprefix("tiny_") for path in HERE.glob("tiny_*.npz")))
 FAMILY_NAMES = tuple(sorted(path.stem for path in (HERE / "families").glob("*.npz")))
+MIXTURE_NAMES = tuple(sorted(path.stem.removeprefix("moe_") for path in HERE.glob("moe_*.npz")))
 DEMO_NAMES = ("english", "code", "mixed")
 
 Ints = NDArray[np.int32]
@@ -130,7 +131,22 @@ class TokenizerReference:
 
 def load_tiny(name: str) -> TinyReference:
     """The tiny model `name`, one of `TINY_NAMES`."""
-    with np.load(HERE / f"tiny_{name}.npz") as data:
+    return _load_tiny(name, HERE / f"tiny_{name}.npz")
+
+
+def load_mixture(name: str) -> TinyReference:
+    """The tiny mixture of experts `name`, one of `MIXTURE_NAMES`. 32 greedy tokens, whose gaps are above 0.01."""
+    return _load_tiny(name, HERE / f"moe_{name}.npz")
+
+
+def router_gap(name: str) -> float:
+    """By how much the last score that the router of a mixture takes exceeds the first that it does not, at least."""
+    with np.load(HERE / f"moe_{name}.npz") as data:
+        return float(data["router_gap"])
+
+
+def _load_tiny(name: str, path: Path) -> TinyReference:
+    with np.load(path) as data:
         prefix = "weight:"
         return TinyReference(
             name=name,

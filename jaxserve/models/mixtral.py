@@ -1,0 +1,33 @@
+"""Mixtral: Mistral with a mixture of experts in place of each MLP, what the chosen make weighted by their scores alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.config import ExpertsConfig
+from jaxserve.models import mistral
+from jaxserve.models.decoder_params import TensorNames
+from jaxserve.models.family import Family
+from jaxserve.models.hf_config import HfConfig
+
+
+def read(config: HfConfig) -> dict[str, Any]:
+    """Fields of `ModelConfig`."""
+    fields = mistral.read(config)
+    experts = ExpertsConfig(
+        num=config.num_experts(),
+        per_token=config.count("num_experts_per_tok", 2),
+        width=fields["intermediate_size"],
+    )
+    return fields | {"experts": experts}
+
+
+FAMILY = Family(
+    architectures=("MixtralForCausalLM", "mixtral"),
+    read=read,
+    names=TensorNames(
+        router="block_sparse_moe.gate",
+        expert_gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        expert_down="block_sparse_moe.experts.{}.w2",
+    ),
+)
