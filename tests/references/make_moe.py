@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from make_references import double_error, greedy, random_weight
+from tests.references.make_references import double_error, greedy, random_weight
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
