@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.scripted_engine import MODEL, scripted_core, scripted_limits, scripted_tokenizer
-from jaxserve.config import HttpConfig, from_mapping
+from jaxserve.config import HttpConfig
 from jaxserve.flags import add_http_flags
+from jaxserve.from_mapping import from_mapping
 from jaxserve.server.app import serve
 from jaxserve.server.service import ServerParts
 

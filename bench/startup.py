@@ -17,7 +17,8 @@ from pathlib import Path
 
 from bench import ours
 from bench.workloads import WORKLOADS, prompts
-from jaxserve.config import ServeConfig, from_mapping
+from jaxserve.config import ServeConfig
+from jaxserve.from_mapping import from_mapping
 
 ALLOWANCE_BYTES = 1 << 30
 """What a process may take beside weights and KV pool: the interpreter, JAX, programs and activations."""

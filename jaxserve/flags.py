@@ -14,8 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from jaxserve.config import CHAT_FIELDS, EngineConfig, HttpConfig, ServeConfig, from_mapping
+from jaxserve.config import CHAT_FIELDS, EngineConfig, HttpConfig, ServeConfig
 from jaxserve.errors import ConfigError
+from jaxserve.from_mapping import from_mapping
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 BATCH_FILES = ("jaxserve.batch_file", "jaxserve.journal", "jaxserve.disk")
 FLOOR_0 = (
     *("jaxserve.errors", "jaxserve.config", "jaxserve.constraint", "jaxserve.request", "jaxserve.plan"),
+    "jaxserve.from_mapping",
     "jaxserve.__version__",
 )
 NETWORK_AND_LOOPS = frozenset({"asyncio", "socket", "socketserver", "ssl", "http", "selectors", "urllib"})

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve import __version__
-from jaxserve.config import ServeConfig, from_mapping
+from jaxserve.config import ServeConfig
+from jaxserve.from_mapping import from_mapping
 from tests.arrows import check_source, check_tree
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import from_mapping
 from jaxserve.errors import ConfigError
+from jaxserve.from_mapping import from_mapping
 from jaxserve.host.cost import ChipCost, FittedCost, KindCost, StepCost
 
 

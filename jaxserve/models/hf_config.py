@@ -87,7 +87,9 @@ class HfConfig:
 
     def num_experts(self) -> int:
         """Of a mixture, under either of its names."""
-        return self.count("num_local_experts" if self.get("num_experts") is None else "num_experts")
+        names = ("num_experts", "num_local_experts")
+        given = [name for name in names if self.get(name) is not None]
+        return self.count((*given, *names)[0])
 
     @property
     def rope(self) -> Mapping[str, Any]:

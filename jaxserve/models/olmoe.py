@@ -11,8 +11,6 @@ from jaxserve.models.hf_config import HfConfig
 
 def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
-    if config.get("clip_qkv") is not None:
-        raise config.error("clip_qkv", "null, since clipping is not supported")
     biased, fields = config.flag("attention_bias"), config.common()
     experts = ExpertsConfig(
         num=config.num_experts(),

@@ -12,8 +12,6 @@ from jaxserve.models.hf_config import HfConfig
 
 def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
-    if config.flag("use_sliding_window"):
-        raise config.error("use_sliding_window", "false, since windows of this family are not supported")
     shared = config.count("shared_expert_intermediate_size")
     experts = replace(qwen3_moe.experts(config), shared_width=shared, shared_gate=True)
     return config.common() | {"qkv_bias": config.flag("qkv_bias", True), "experts": experts}

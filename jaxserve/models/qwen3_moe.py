@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.config import ExpertsConfig
-from jaxserve.models import qwen3
 from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig
 
 
 def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
-    if config.flag("use_sliding_window"):
-        raise config.error("use_sliding_window", "false, since windows of this family are not supported")
-    return qwen3.read(config) | {"experts": experts(config)}
+    biased = config.flag("attention_bias")
+    fields = {"qk_norm": "head", "qkv_bias": biased, "output_bias": biased}
+    return config.common() | fields | {"experts": experts(config)}
 
 
 def experts(config: HfConfig) -> ExpertsConfig:

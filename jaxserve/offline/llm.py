@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from jaxserve.config import EngineConfig, ServeConfig, from_mapping
+from jaxserve.config import EngineConfig, ServeConfig
 from jaxserve.engine.chat import Message
 from jaxserve.engine.constraints import Constraints
 from jaxserve.errors import EngineError, InvalidRequest
+from jaxserve.from_mapping import from_mapping
 from jaxserve.offline.generation import Completion, Engine, Generation
 from jaxserve.request import FinishReason, Request, SamplingParams
 

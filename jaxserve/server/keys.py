@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import HttpConfig, from_mapping
+from jaxserve.config import HttpConfig
 from jaxserve.errors import ConfigError, Forbidden, Unauthorized
+from jaxserve.from_mapping import from_mapping
 from jaxserve.request import MAX_PRIORITY, MIN_PRIORITY, PRIORITY_NAMES
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

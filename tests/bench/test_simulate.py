@@ -22,9 +22,10 @@ from bench.simulation.search import find_batch, profile_toml, try_batch
 from bench.simulation.traces import Arrival, at_rate, clip, prompt_tokens, read_trace
 from bench.simulation.virtual import CostRunner, VirtualClock
 from bench.validate import compare
-from jaxserve.config import EngineConfig, HttpConfig, ServeConfig, from_mapping
+from jaxserve.config import EngineConfig, HttpConfig, ServeConfig
 from jaxserve.device.buckets import choose_bucket, enumerate_buckets
 from jaxserve.errors import ConfigError
+from jaxserve.from_mapping import from_mapping
 from jaxserve.host.cost import FittedCost, KindCost
 from jaxserve.host.cost_file import CostOrigin, format_cost, parse_cost, read_cost
 from jaxserve.host.fit import fit_cost, relative_errors

@@ -213,8 +213,8 @@ def test_active_weights_count_the_experts_that_a_token_meets() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be null, since clipping is not supported, found 8.0"),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window must be false"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: not supported with the family olmoe"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True: not supported with the family qwen3_moe"),
         ("qwen3", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, found 3"),
         ("qwen3", {"num_experts": 6, "num_experts_per_tok": 7}, "at most all 6 of them, found 7"),
         ("qwen2", {"num_experts": None, "num_local_experts": 0}, "num_local_experts must be a positive integer, found 0"),

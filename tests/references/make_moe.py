@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.references.make_references import double_error, greedy, random_weight
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.references.make_references import double_error, greedy, random_weight
 
 HERE = Path(__file__).parent
 NUM_GREEDY = 32
