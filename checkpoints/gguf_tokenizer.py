@@ -7,7 +7,7 @@ text and bytes only: no tokenizer library is imported.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -153,7 +153,7 @@ def _sentencepiece(metadata: GgufMetadata, tokens: list[str]) -> TokenizerFiles:
     added = _plain_tokens(metadata, tokens, kinds) if prefix else ()
     return TokenizerFiles(
         sentencepiece=build_bpe_model(
-            _unique(token.replace(" ", SPACE) for token in tokens),
+            _unique([token.replace(" ", SPACE) for token in tokens]),
             scores.tolist(),
             _piece_kinds(kinds, unknown, {token.token_id for token in added}),
             unknown_id=unknown,
@@ -172,9 +172,11 @@ def _piece_kinds(kinds: list[int], unknown: int, hidden: set[int]) -> list[int]:
     return shown
 
 
-def _unique(pieces: Iterable[str]) -> list[str]:
+def _unique(pieces: list[str]) -> list[str]:
     """The pieces with names of their own for those that are empty or come again, which the library would refuse."""
     seen: set[str] = set()
+    if len(set(pieces)) == len(pieces) and all(pieces):
+        return pieces
     unique = []
     for token_id, piece in enumerate(pieces):
         name = f"<duplicate {token_id} {piece}>" if not piece or piece in seen else piece

@@ -75,9 +75,10 @@ def read_settings(model: bytes) -> ModelSettings:
     Raises:
         ValueError: the bytes are no SentencePiece model.
     """
-    parts = list(_fields(model))
-    if not any(number == _PIECES for number, _, _ in parts):
+    rest = _after_pieces(model)
+    if not rest:
         raise ValueError("it has no pieces")
+    parts = list(_fields(model, rest))
     trainer, normalizer = _merged(parts, _TRAINER), _merged(parts, _NORMALIZER)
     keeps = not normalizer.get(_CHARSMAP) and not normalizer.get(_EXTRA_SPACES, 1) and bool(normalizer.get(_ESCAPE_SPACES, 1))
     return ModelSettings(
@@ -136,9 +137,10 @@ def build_bpe_model(
     Args:
         dummy_prefix: a space goes before every text.
     """
+    packed = struct.pack(f"<{len(scores)}f", *scores)
     written = [
-        _bytes_field(_PIECES, _bytes_field(_PIECE, piece.encode()) + _score(score) + _varint_field(_KIND, kind))
-        for piece, score, kind in zip(pieces, scores, kinds, strict=True)
+        _piece(piece.encode(), packed[4 * token_id : 4 * token_id + 4], kind)
+        for token_id, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))
     ]
     trainer = [
         _varint_field(_MODEL_TYPE, _BPE),
@@ -157,6 +159,14 @@ def build_bpe_model(
     return b"".join([*written, _bytes_field(_TRAINER, b"".join(trainer)), _bytes_field(_NORMALIZER, b"".join(normalizer))])
 
 
+def _piece(text: bytes, score: bytes, kind: int) -> bytes:
+    if len(text) < 0x78:
+        # There are hundreds of thousands, and nearly all are so short that every length is one byte.
+        return b"\x0a%c\x0a%c%b\x15%b\x18%c" % (len(text) + 9, len(text), text, score, kind)
+    tag = _varint(_SCORE << 3 | _FIXED32)
+    return _bytes_field(_PIECES, _bytes_field(_PIECE, text) + tag + score + _varint_field(_KIND, kind))
+
+
 def _named(id_field: int, piece_field: int, token_id: int | None, pieces: Sequence[str]) -> list[bytes]:
     if token_id is None:
         return [_varint_field(id_field, (1 << 64) - 1)]
@@ -169,9 +179,23 @@ def _merged(parts: list[tuple[int, Value, bytes]], number: int) -> dict[int, Val
     return {field: value for field, value, _ in _fields(whole)}
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, Value, bytes]]:
+def _after_pieces(model: bytes) -> int:
+    """Where the pieces that a model begins with end; there are too many to look at one by one."""
+    position, size = 0, len(model)
+    while position + 1 < size and model[position] == _PIECES << 3 | _LENGTH:
+        length = model[position + 1]
+        position += 2
+        if length & 0x80:
+            length, position = _read_varint(model, position - 1)
+        position += length
+    return position
+
+
+def _fields(message: bytes, start: int = 0) -> Iterator[tuple[int, Value, bytes]]:
     """Number, value and whole bytes of every field."""
-    start, size = 0, len(message)
+    size = len(message)
+    if start > size:
+        raise ValueError("it ends within a piece")
     while start < size:
         tag, position = _read_varint(message, start)
         kind, value = tag & 7, 0
@@ -218,7 +242,3 @@ def _varint_field(number: int, value: int) -> bytes:
 
 def _bytes_field(number: int, value: bytes) -> bytes:
     return _varint(number << 3 | _LENGTH) + _varint(len(value)) + value
-
-
-def _score(score: float) -> bytes:
-    return _varint(_SCORE << 3 | _FIXED32) + struct.pack("<f", score)

@@ -135,16 +135,16 @@ def _read_pieces(
     size = max([model.vocab_size(), *(token_id + 1 for token_id in added)])
     names: list[str] = model.id_to_piece(list(range(model.vocab_size())))
     names += [""] * (size - len(names))
-    token_bytes, special = [b""] * size, [False] * size
-    has_bytes = False
-    for token_id in range(model.vocab_size()):
-        name = names[token_id]
-        if model.is_byte(token_id):
-            has_bytes = True
-            token_bytes[token_id] = bytes([int(name[3:5], 16)])
-            continue
-        special[token_id] = model.is_control(token_id) or model.is_unknown(token_id)
-        token_bytes[token_id] = (name if special[token_id] else name.replace(MARK, " ")).encode()
+    special = [model.is_control(token_id) for token_id in range(model.vocab_size())]
+    special[model.unk_id()] = True
+    special += [False] * (size - len(special))
+    token_bytes = [
+        (name if is_special else name.replace(MARK, " ")).encode() for name, is_special in zip(names, special, strict=True)
+    ]
+    looks_like_byte = [token_id for token_id, name in enumerate(names) if name.startswith("<0x") and len(name) == 6]
+    bytes_of = {token_id: bytes([int(names[token_id][3:5], 16)]) for token_id in looks_like_byte if model.is_byte(token_id)}
+    for token_id, byte in bytes_of.items():
+        token_bytes[token_id] = byte
     for token_id, token in added.items():
         names[token_id], special[token_id] = token.content, token.special
         token_bytes[token_id] = token.content.encode()
@@ -153,6 +153,6 @@ def _read_pieces(
         token_bytes=tuple(token_bytes),
         special=tuple(special),
         strips_leading_space=strips_leading_space,
-        max_shrink=int(has_bytes and source.keeps_characters and not strips),
+        max_shrink=int(len(bytes_of) == 256 and source.keeps_characters and not strips),
     )
     return vocabulary, names
