@@ -15,6 +15,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxserve.engine.alternatives import any_of
+
 
 class SecretNames:
     """Names for special tokens that no text can spell: private-use characters around 20 random digits.
@@ -30,13 +32,12 @@ class SecretNames:
         self.pattern = f"\ue000{nonce}-[0-9]+\ue001"
         self._special = tuple(special)
         self._public = {secret: token for token, secret in self._secret.items()}
-        longest_first = sorted((token for token in special if token), key=len, reverse=True)
-        self._find = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._find = re.compile(any_of(filter(None, special)))
         # Also as JSON in ASCII spells it, for templates that quote content so.
         self._find_shield = re.compile(rf"(\ue002|\\ue002){nonce}-([0-9]+)(?:\ue003|\\ue003)")
         self._break = f"\ue004{nonce}\ue005"
         self._find_break = re.compile(rf"(?:\ue004|\\ue004){nonce}(?:\ue005|\\ue005)")
-        spelled = [token for token in longest_first if token.strip() == token]
+        spelled = [token for token in special if token and token.strip() == token]
         self._begins = {token[:end] for token in spelled for end in range(1, len(token))}
         self._ends = {token[begin:] for token in spelled for begin in range(1, len(token))}
         self._longest = max(map(len, spelled), default=0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import sentencepiece
 
+from jaxserve.engine.alternatives import any_of
 from jaxserve.engine.secret_names import SecretNames
 from jaxserve.engine.vocab import Vocabulary
 
@@ -79,8 +80,8 @@ class SentencePieceEncoder:
         self.names = SecretNames(special)
         self._ids = {self.names.secret(name): token_id for token_id, name in enumerate(self._names_of) if name}
         self._added = _added_by_text(source, self.names)
-        texts = sorted((token.content for token in source.added_tokens if not token.special), key=len, reverse=True)
-        self._find = re.compile("|".join([self.names.pattern, *map(re.escape, texts)]))
+        plain = any_of(token.content for token in source.added_tokens if not token.special)
+        self._find = re.compile(f"{self.names.pattern}|{plain}")
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, special tokens in it under their secret names.
