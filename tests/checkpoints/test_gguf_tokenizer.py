@@ -12,9 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from checkpoints.byte_level import PRE_TOKENIZERS
 from checkpoints.checkpoint import CheckpointError, open_checkpoint
 from checkpoints.gguf_metadata import GgufMetadata
-from checkpoints.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_metadata
+from checkpoints.gguf_tokenizer import tokenizer_from_metadata
 from jaxserve.engine.text import Tokenizer as Ours
 from jaxserve.vocabulary import build_tokenizer
 
@@ -97,6 +98,15 @@ SPLITS = {
     "llama-bpe": ["I", "'LL", " pay", " ", "123", "45", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½", " aB"],
     "qwen2": ["I", "'LL", " pay", " ", *"12345", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½", " aB"],
     "tekken": ["I", "'LL", " pay", " ", *"12345", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½", " a", "B"],
+    "deepseek-v3": ["I", "'LL", " pay", " ", "123", "45", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½", " aB"],
+    "deepseek-coder": [
+        *("I", "'", "LL", " pay", " ", *"12345", " for", " it", "'", "s", "\n", "\n", " ", " x", "²", "!!", "\n", "½", " aB")
+    ],
+    "deepseek-llm": [
+        *("I", "'", "LL", " pay", " ", "12345", " for", " it", "'", "s", "\n", "\n", " ", " x", "²", "!!", "\n", "½", " aB")
+    ],
+    "qwen35": ["I", "'LL", " pay", " ", *"12345", " for", " it", "'s", "\n\n", " ", " x", "²", "!!\n", "½", " aB"],
+    "seed-coder": ["I", "'LL", " pay", " ", *"12345", " for", " it", "'s", "\n\n", " ", " x", "²", "!!", "\n", "½", " aB"],
     "llama4": ["I'LL", " pay", " ", "123", "45", " for", " it's", "\n\n", " ", " x", "²", "!!\n", "½", " a", "B"],
 }
 
@@ -105,6 +115,24 @@ SPLITS = {
 def test_each_pre_tokeniser_splits_as_its_model_does(pre: str) -> None:
     pieces = built(pre=pre).pre_tokenizer.pre_tokenize_str(MIXED)
     assert [MIXED[start:end] for _, (start, end) in pieces] == SPLITS[pre]
+
+
+# What letters with marks, other scripts and capitals of other kinds tell apart.
+SCRIPTS = "e\u0301t Ж中あ ԱԲաբ \U0001d400x  3\u3002"
+SCRIPT_SPLITS = {
+    "qwen2": ["e", "\u0301t", " Ж中あ", " ԱԲաբ", " \U0001d400x", " ", " ", "3", "\u3002"],
+    "qwen35": ["e\u0301t", " Ж中あ", " ԱԲաբ", " \U0001d400x", " ", " ", "3", "\u3002"],
+    "deepseek-llm": ["e", "\u0301", "t", " Ж", "中あ", " ԱԲ", "աբ \U0001d400", "x", "  ", "3", "\u3002"],
+    "deepseek-coder": ["e", "\u0301", "t", " Ж", "中あ", " ԱԲաբ", " \U0001d400x", "  ", "3", "\u3002"],
+    "deepseek-v3": ["e\u0301t", " Ж", "中あ", " ԱԲաբ", " \U0001d400x", "  ", "3", "\u3002"],
+    "tekken": ["e\u0301t", " Ж中あ", " ԱԲաբ", " \U0001d400x", " ", " ", "3", "\u3002"],
+}
+
+
+@pytest.mark.parametrize("pre", SCRIPT_SPLITS)
+def test_scripts_split_as_their_model_does(pre: str) -> None:
+    pieces = built(pre=pre).pre_tokenizer.pre_tokenize_str(SCRIPTS)
+    assert [SCRIPTS[start:end] for _, (start, end) in pieces] == SCRIPT_SPLITS[pre]
 
 
 def test_aliases_share_a_pre_tokeniser() -> None:

@@ -14,18 +14,17 @@ from tokenizers import Tokenizer as Library
 
 from checkpoints.checkpoint import CheckpointError, TokenizerFiles
 from checkpoints.gguf_header import read_header
-from checkpoints.gguf_metadata import GgufMetadata
 from checkpoints.gguf_tokenizer import tokenizer_from_metadata
+from checkpoints.ranks import read_tiktoken
 from checkpoints.sources import resolve
 from jaxserve.engine.text import Tokenizer
 from jaxserve.vocabulary import build_tokenizer
-from tests.checkpoints.ranks import metadata_of, read_ranks
 
 VOCABULARIES = Path(__file__).parent / "vocabularies"
 SEPARATOR = "\n__ggml_vocab_test__\n"
 
-# Vectors that come with no vocabulary: which of `vocabularies` fits, and what GGUF calls its pre-tokeniser.
-FROM_RANKS = {"llama-bpe": ("llama-3", "llama-bpe"), "qwen2": ("qwen-2", "qwen2")}
+# Vectors that come with no vocabulary: which of `vocabularies` fits.
+FROM_RANKS = {"llama-bpe": "llama-3", "qwen2": "qwen-2"}
 # No package that a test can fetch has the vocabulary of Gemma 3 and 4; a variable says where a `tokenizer.json` is.
 GEMMA = "JAXSERVE_GEMMA_TOKENIZER"
 
@@ -37,16 +36,21 @@ NAMES = [
 ]
 
 
-def metadata(shared: Path, name: str) -> GgufMetadata:
+def tokenizer_files(shared: Path, name: str) -> TokenizerFiles:
+    if name == "gemma-4":
+        return gemma_files()
     if name not in FROM_RANKS:
-        return read_header(shared / "data" / "tokenizer-vectors" / f"ggml-vocab-{name}.gguf").metadata
-    vocabulary, pre = FROM_RANKS[name]
+        header = read_header(shared / "data" / "tokenizer-vectors" / f"ggml-vocab-{name}.gguf")
+        files = tokenizer_from_metadata(header.metadata)
+        assert files is not None
+        return files
     try:
-        return metadata_of(read_ranks(resolve(vocabulary, VOCABULARIES)), pre)
+        path = resolve(FROM_RANKS[name], VOCABULARIES)
     except CheckpointError as error:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"no vocabulary: {error}")
+    return read_tiktoken(path.read_bytes(), (), where=name)
 
 
 def gemma_files() -> TokenizerFiles:
@@ -87,8 +91,7 @@ class Converted:
 @functools.cache
 def tokenizers_of(shared: Path, name: str) -> tuple[Tokenizer, Processor | Converted]:
     """Ours, and the library's without any of what we add."""
-    files = gemma_files() if name == "gemma-4" else tokenizer_from_metadata(metadata(shared, name))
-    assert files is not None
+    files = tokenizer_files(shared, name)
     if files.tokenizer_json is not None:
         return build_tokenizer(files), Converted(files.tokenizer_json)
     assert files.sentencepiece is not None
