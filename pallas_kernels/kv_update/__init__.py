@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.page_layout import Layout, keys_of, values_of
 
 IMPLEMENTATIONS = ("xla", "tpu")
+ROW_MAJOR = ArrayLayout(major_to_minor=(0, 1, 2, 3))
 
 _FLOAT8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): _FLOAT8_MAX, jnp.dtype(jnp.uint8): _FLOAT8_MAX}
@@ -92,4 +95,7 @@ def _update_halves(
     # Unsigned, so that twice any id is no id that exists.
     halves, page_offsets = 2 * page_ids.astype(jnp.uint32), page_offsets.astype(jnp.uint32)
     pages = keys_of(pages).at[halves, :, page_offsets].set(keys, mode="drop").reshape(shape)
-    return values_of(pages).at[halves + 1, :, :, page_offsets].set(values, mode="drop").reshape(shape)
+    pages = values_of(pages).at[halves + 1, :, :, page_offsets].set(values, mode="drop").reshape(shape)
+    # An axis of one head may lie anywhere: left to choose, XLA's CPU backend puts it where it is not in the pool that came,
+    # and copies the whole pool for that.
+    return with_layout_constraint(pages, ROW_MAJOR) if shape[1] == 1 else pages

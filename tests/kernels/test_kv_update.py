@@ -61,10 +61,11 @@ def test_writes_a_single_token(layout: Layout, page: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8])
+@pytest.mark.parametrize("num_heads", [1, NUM_KV_HEADS])
 @pytest.mark.parametrize("layout", get_args(Layout))
-def test_a_donated_pool_is_written_in_place(layout: Layout, num_tokens: int) -> None:
-    pages = random(0, 1000, NUM_KV_HEADS, PAGE_SIZE, 2 * HEAD_DIM)
-    rows = random(1, num_tokens, NUM_KV_HEADS, HEAD_DIM)
+def test_a_donated_pool_is_written_in_place(layout: Layout, num_heads: int, num_tokens: int) -> None:
+    pages = random(0, 1000, num_heads, PAGE_SIZE, 2 * HEAD_DIM)
+    rows = random(1, num_tokens, num_heads, HEAD_DIM)
     places = jnp.arange(num_tokens)
     donating = jax.jit(kv_update, static_argnames="layout", donate_argnums=0)
     memory = donating.lower(pages, rows, rows, places, places % PAGE_SIZE, layout=layout).compile().memory_analysis()
