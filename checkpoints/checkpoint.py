@@ -124,6 +124,14 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def read_into(self, name: str, target: np.ndarray) -> None:
+        """Read one tensor into `target`, C-contiguous and of its shape, converted to its dtype.
+
+        Raises:
+            CheckpointError: as `read` does.
+        """
+        ...
+
     def stored_bytes(self) -> Mapping[str, int]:
         """Bytes of tensors on disk, by the name of the type in which they are stored."""
         ...
@@ -158,6 +166,14 @@ class CheckpointBase:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         return self.tensors[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """See `Checkpoint`."""
+        raise NotImplementedError
+
+    def read_into(self, name: str, target: np.ndarray) -> None:
+        """See `Checkpoint`; here by way of an array of its own."""
+        np.copyto(target, self.read(name), casting="unsafe")
 
     def stored_bytes(self) -> Mapping[str, int]:
         """Bytes of tensors on disk, by type: here as they are read."""

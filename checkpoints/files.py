@@ -23,6 +23,8 @@ from checkpoints.checkpoint import CheckpointError
 ALIGNMENT = 64
 # Linux reads at most 2 GiB - 4 KiB in one call.
 MAX_READ = 1 << 30
+# What is read at once where it is converted on the way: little enough to be in the cache still.
+CONVERTED_BYTES = 1 << 20
 MAX_JSON_BYTES = 1 << 28
 ORBAX_METADATA = "_METADATA"
 
@@ -66,6 +68,18 @@ class FileReader:
                         "it was truncated while in use"
                     )
                 done += count
+
+    def read_converted(self, target: np.ndarray, dtype: np.dtype[Any], offset: int) -> None:
+        """Fill the C-contiguous `target` with what is stored as `dtype` from `offset` bytes into the file."""
+        if target.dtype == dtype:
+            self.read_into(target, offset)
+            return
+        flat = target.reshape(-1)
+        stored = np.empty(min(flat.size, CONVERTED_BYTES // dtype.itemsize), dtype)
+        for start in range(0, flat.size, max(stored.size, 1)):
+            part = stored[: flat.size - start]
+            self.read_into(part, offset + start * dtype.itemsize)
+            np.copyto(flat[start : start + part.size], part, casting="unsafe")
 
     def close(self) -> None:
         self._file.close()

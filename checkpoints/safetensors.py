@@ -93,6 +93,14 @@ class SafetensorsCheckpoint(CheckpointBase):
             f"{self.path}: {scale}",
         )
 
+    def read_into(self, name: str, target: np.ndarray) -> None:
+        self.info(name)
+        if name in self._scaled.scales:
+            super().read_into(name, target)
+            return
+        file, entry = self._entries[name]
+        file.read_converted(target, entry.info.dtype, entry.offset)
+
     def _read_stored(self, name: str) -> np.ndarray:
         file, entry = self._entries[name]
         values = aligned_empty(entry.info.shape, entry.info.dtype)

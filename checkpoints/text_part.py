@@ -64,6 +64,10 @@ class TextPart(CheckpointBase):
         self.info(name)
         return self._whole.read(self._own[name])
 
+    def read_into(self, name: str, target: np.ndarray) -> None:
+        self.info(name)
+        self._whole.read_into(self._own[name], target)
+
     def stored_bytes(self) -> Mapping[str, int]:
         return self._whole.stored_bytes()
 

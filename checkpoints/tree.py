@@ -7,7 +7,9 @@ the parameters mean.
 from __future__ import annotations
 
 import collections
+import contextlib
 import fnmatch
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +22,7 @@ import numpy as np
 from checkpoints.checkpoint import Checkpoint, CheckpointError, TensorInfo, is_floating
 from checkpoints.files import ALIGNMENT, aligned_empty
 
-NUM_THREADS = 2
+NUM_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class TensorSource:
     Attributes:
         names: the checkpoint's tensors, in the order in which `transform` takes them.
         transform: makes the parameter of the tensors; None takes the only tensor as it is. Runs on a worker thread, on
-            arrays that nobody else holds.
+            arrays that hold something else once it has returned; it may return a view of one.
         shapes: what the tensors' shapes must be, one for each name. None means the parameter's own shape without a
             transform, and is not checked before loading with one.
     """
@@ -157,6 +159,10 @@ def _stream(checkpoint: Checkpoint, leaves: Sequence[_Leaf]) -> Iterator[tuple[i
     budget = max(costs, default=0)
     in_flight: collections.deque[tuple[int, Future[np.ndarray]]] = collections.deque()
     held = 0
+    scratch = _Scratch()
+    # Memory that is kept for the next parameter fits where the last ones will be; for them there is none.
+    kept = NUM_THREADS * max((_host_cost(checkpoint, leaf) for leaf in leaves if leaf.source.transform), default=0)
+    after = [*itertools.accumulate(_nbytes(leaf.target) for leaf in reversed(leaves))][::-1]
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
         try:
             for index, leaf in enumerate(leaves):
@@ -165,7 +171,7 @@ def _stream(checkpoint: Checkpoint, leaves: Sequence[_Leaf]) -> Iterator[tuple[i
                     yield finished, _to_device(future.result(), leaves[finished].target)
                     del future
                     held -= costs[finished]
-                in_flight.append((index, pool.submit(_make, checkpoint, leaf)))
+                in_flight.append((index, pool.submit(_make, checkpoint, leaf, scratch, after[index] >= kept)))
                 held += costs[index]
             while in_flight:
                 finished, future = in_flight.popleft()
@@ -176,23 +182,68 @@ def _stream(checkpoint: Checkpoint, leaves: Sequence[_Leaf]) -> Iterator[tuple[i
                 future.cancel()
 
 
-def _make(checkpoint: Checkpoint, leaf: _Leaf) -> np.ndarray:
+class _Scratch:
+    """Memory for tensors that a parameter is made of, which the next one uses again: to clear pages that it gives anew takes
+    the system as long as to read as many."""
+
+    def __init__(self) -> None:
+        self._free: collections.deque[np.ndarray] = collections.deque()
+
+    @contextlib.contextmanager
+    def arrays(self, infos: Sequence[TensorInfo], is_kept: bool) -> Iterator[list[np.ndarray]]:
+        """An array for each, and what held them is used again if `is_kept`; else nothing is any more."""
+        starts = [0]
+        for info in infos:
+            starts.append(-(-(starts[-1] + info.nbytes) // ALIGNMENT) * ALIGNMENT)
+        try:
+            raw = self._free.pop()
+        except IndexError:
+            raw = np.empty(0, np.uint8)
+        if not is_kept:
+            self._free.clear()
+        if raw.nbytes < starts[-1] or not is_kept:
+            del raw
+            raw = aligned_empty((starts[-1],), np.dtype(np.uint8))
+        places = zip(starts[:-1], infos, strict=True)
+        arrays = [raw[start : start + info.nbytes].view(info.dtype).reshape(info.shape) for start, info in places]
+        kept = raw if is_kept else None
+        del raw  # so that whoever clears the list frees what is not kept
+        yield arrays
+        if kept is not None:
+            self._free.append(kept)
+
+
+def _make(checkpoint: Checkpoint, leaf: _Leaf, scratch: _Scratch, scratch_is_kept: bool) -> np.ndarray:
     """Read a parameter's tensors and make of them an array that a CPU device can take over."""
     source, target = leaf.source, leaf.target
-    tensors = [checkpoint.read(name) for name in source.names]
-    values = tensors[0] if source.transform is None else source.transform(tensors)
-    del tensors
-    if values.shape != tuple(target.shape):
-        raise CheckpointError(
-            f"{checkpoint.path}: {leaf.path} made of {', '.join(source.names)}: expected shape {tuple(target.shape)}, "
-            f"found {values.shape}"
-        )
-    dtype = np.dtype(target.dtype)
-    if values.dtype == dtype and values.flags.c_contiguous and values.ctypes.data % ALIGNMENT == 0:
-        return values
-    made = aligned_empty(values.shape, dtype)
-    np.copyto(made, values, casting="unsafe")
+    if source.transform is None:
+        _check_shape(checkpoint, leaf, checkpoint.tensors[source.names[0]].shape)
+        made = aligned_empty(tuple(target.shape), np.dtype(target.dtype))
+        checkpoint.read_into(source.names[0], made)
+        return made
+    infos = [checkpoint.tensors[name] for name in source.names]
+    with scratch.arrays(infos, is_kept=scratch_is_kept) as tensors:
+        for position, name in enumerate(source.names):
+            checkpoint.read_into(name, tensors[position])
+        values = source.transform(tensors)
+        _check_shape(checkpoint, leaf, values.shape)
+        dtype = np.dtype(target.dtype)
+        is_own = not any(np.may_share_memory(values, tensor) for tensor in tensors)
+        if is_own and values.dtype == dtype and values.flags.c_contiguous and values.ctypes.data % ALIGNMENT == 0:
+            return values
+        if is_own:
+            tensors.clear()
+        made = aligned_empty(values.shape, dtype)
+        np.copyto(made, values, casting="unsafe")
     return made
+
+
+def _check_shape(checkpoint: Checkpoint, leaf: _Leaf, shape: tuple[int, ...]) -> None:
+    if shape != tuple(leaf.target.shape):
+        raise CheckpointError(
+            f"{checkpoint.path}: {leaf.path} made of {', '.join(leaf.source.names)}: "
+            f"expected shape {tuple(leaf.target.shape)}, found {shape}"
+        )
 
 
 def _to_device(values: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
