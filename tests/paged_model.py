@@ -5,7 +5,7 @@ Owns the batches that a runner would make. Knows nothing of plans, slots or samp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ from tests.references.load import FamilyReference, TinyReference, write_hf_direc
 
 PAGE_SIZE = 16
 
+OPTIMISED: Mapping[str, Any] = {}
+UNOPTIMISED: Mapping[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiles in half the time, for tests of what is computed by many models."""
+
 
 class PagedModel:
     """A model on a mesh, and the KV of one sequence.
@@ -35,6 +39,7 @@ class PagedModel:
     Args:
         capacity: tokens that the sequence may have.
         kv_dtype: of the pools; `dtype` where empty. Eight bits need `kv_scales`.
+        compiler_options: of XLA, such as `UNOPTIMISED`.
     """
 
     def __init__(
@@ -50,8 +55,10 @@ class PagedModel:
         kv_scales: jax.Array | None = None,
         expert_parallel: int = 1,
         experts_impl: str = "xla",
+        compiler_options: Mapping[str, Any] = OPTIMISED,
     ) -> None:
         self.config = config
+        self._compiler_options = dict(compiler_options)
         self._attention_impl = attention_impl
         self._experts_impl = experts_impl
         self.params = lay_out(params, experts_impl)
@@ -73,22 +80,15 @@ class PagedModel:
         dtype: str = "float32",
         capacity: int,
         expert_parallel: int = 1,
-        experts_impl: str = "xla",
+        **options: Any,
     ) -> PagedModel:
         """Load the checkpoint at `path` as the engine does."""
         checkpoint = open_checkpoint(path)
         config = model_config_from_hf(checkpoint.config).for_context(capacity)
         params = load_params(checkpoint, config, make_mesh(tensor_parallel, expert_parallel), np.dtype(jnp.dtype(dtype)))
         checkpoint.close()
-        return cls(
-            config,
-            params,
-            tensor_parallel,
-            dtype=dtype,
-            capacity=capacity,
-            expert_parallel=expert_parallel,
-            experts_impl=experts_impl,
-        )
+        options |= {"dtype": dtype, "capacity": capacity, "expert_parallel": expert_parallel}
+        return cls(config, params, tensor_parallel, **options)
 
     def restart(self) -> None:
         """Forget the sequence: the next token is its first."""
@@ -148,7 +148,7 @@ class PagedModel:
             out_specs=(everywhere, pool_specs),
             check_vma=False,
         )
-        return jax.jit(sharded)
+        return jax.jit(sharded, compiler_options=self._compiler_options)
 
 
 def load_tiny_model(

@@ -62,6 +62,8 @@ FITTING = (
     *steps("v6e", "tpu", "int8"),
     *steps("h200", "gpu", "float8_e4m3fn"),
     Step(target="h200", model="demo", tensor_parallel=1, num_pages=4096, impl="xla"),
+    Step(target="v5e", model="gemma3", tensor_parallel=1, num_pages=2048, chunk_tokens=512),
+    Step(target="h200", impl="gpu", model="gemma3", tensor_parallel=1, num_pages=2048, chunk_tokens=512),
 )
 
 
