@@ -27,11 +27,26 @@ def logits(model: ModelConfig, attention_impl: str, tensor_parallel: int) -> np.
     return np.concatenate([chunks, paged.feed(TOKENS[-1:], width=1)])
 
 
+# Heads of 64: the widest whose K and V share a lane tile, so that the pool is as wide as in XLA.
+LLAMA = dataclasses.replace(TINY_MODEL, num_layers=2, head_dim=64)
+GEMMA = dataclasses.replace(
+    LLAMA,
+    family="gemma3",
+    norms="both",
+    norm_offset=1.0,
+    qk_norm="head",
+    window=11,
+    windowed=(True, False),
+    local_rope_theta=100.0,
+    attention_soft_cap=0.2,  # of scores that these weights leave as small
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor_parallel", [1, 4])
-def test_a_model_gives_the_same_logits(tensor_parallel: int) -> None:
-    # Heads of 64: the widest whose K and V share a lane tile, so that the pool is as wide as in XLA.
-    model = dataclasses.replace(TINY_MODEL, num_layers=2, head_dim=64)
+@pytest.mark.parametrize(
+    ("model", "tensor_parallel"), [(LLAMA, 1), (LLAMA, 4), (GEMMA, 1)], ids=["llama-1", "llama-4", "gemma-1"]
+)
+def test_a_model_gives_the_same_logits(model: ModelConfig, tensor_parallel: int) -> None:
     expected = logits(model, "xla", tensor_parallel)
     with interpreted("on_wait"):
         found = logits(model, "tpu", tensor_parallel)
