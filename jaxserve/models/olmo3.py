@@ -13,14 +13,8 @@ def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
     pattern = tuple((layer + 1) % 4 != 0 for layer in range(config.count("num_hidden_layers")))
     theta = config.rope_theta(500_000.0)
-    return (
-        olmo2.read(config)
-        | config.rope_of_kinds(theta, theta)
-        | {
-            "window": config.count("sliding_window", 4096),
-            "windowed": config.windowed(pattern),
-        }
-    )
+    window = {"window": config.count("sliding_window", 4096), "windowed": config.windowed(pattern)}
+    return olmo2.read(config) | config.rope_of_kinds(theta, theta) | window
 
 
 FAMILY = Family(architectures=("Olmo3ForCausalLM", "olmo3"), read=read, names=olmo2.NAMES)
