@@ -67,7 +67,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "mup_enabled": OFF,
 }
-"""Each such key, and the values with which it changes nothing."""
+"""Each such key, and the values with which it changes nothing. `sliding_window` is not one: families that have no windows, in
+transformers too, find it in files that others' were made into."""
 
 
 def refuse_unheeded(config: HfConfig, family: str) -> None:

@@ -13,7 +13,7 @@ from jaxserve.models import families
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from tests.cached import CACHED
 from tests.paged_model import UNOPTIMISED, PagedModel, load_tiny_model
-from tests.references.load import FAMILY_NAMES, FamilyReference, load_family
+from tests.references.load import FAMILY_NAMES, MIXTURE_NAMES, FamilyReference, load_family, load_mixture
 
 pytestmark = CACHED
 
@@ -82,9 +82,9 @@ def test_gemma_in_bfloat16_is_near(tmp_path: Path) -> None:
 # --- what there is ----------------------------------------------------------------------------------------------------
 
 
-def test_every_dense_family_has_references() -> None:
-    covered = {model_config_from_hf(load_family(name).config).family for name in FAMILY_NAMES}
-    assert covered == set(FAMILIES)
+def test_every_family_has_references() -> None:
+    configs = [*(load_family(name).config for name in FAMILY_NAMES), *(load_mixture(name).config for name in MIXTURE_NAMES)]
+    assert {model_config_from_hf(config).family for config in configs} == set(FAMILIES)
 
 
 def test_references_are_well_formed() -> None:
@@ -102,3 +102,9 @@ def test_a_family_is_a_small_file() -> None:
     for family in FAMILIES.values():
         source = folder / f"{family.read.__module__.rpartition('.')[2]}.py"
         assert len(source.read_text(encoding="utf-8").splitlines()) < 150, source
+
+
+def test_the_readme_shows_the_last_one_as_it_is() -> None:
+    folder = Path(families.__file__).parent
+    readme = (folder.parent.parent / "README.md").read_text(encoding="utf-8")
+    assert f"```python\n{(folder / 'olmo3.py').read_text(encoding='utf-8')}```" in readme
