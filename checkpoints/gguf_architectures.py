@@ -117,7 +117,15 @@ def _llama(keys: ArchitectureKeys, config: Config) -> dict[str, Any]:
 
 
 def _mistral3(keys: ArchitectureKeys, config: Config) -> dict[str, Any]:
-    return {"sliding_window": keys.optional_count("attention.sliding_window")}
+    """Ministral 3 also scales queries by how far they are, which its config has among the rope scaling."""
+    window = keys.optional_count("attention.sliding_window")
+    if keys.get("attention.temperature_scale") in (None, 0.0):
+        return {"sliding_window": window}
+    if config["rope_scaling"] is None or config["rope_scaling"]["rope_type"] != "yarn":
+        raise keys.error("rope.scaling.type", "yarn, where attention.temperature_scale is there")
+    scaling = config["rope_scaling"] | {"llama_4_scaling_beta": keys.positive("attention.temperature_scale")}
+    own = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "rope_scaling": scaling}
+    return own | {"sliding_window": window}
 
 
 def _phi3(keys: ArchitectureKeys, config: Config) -> dict[str, Any]:
@@ -240,7 +248,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         settings=_llama,
     ),
     "mistral3": Architecture(
-        hf_architecture="MistralForCausalLM", model_type="mistral", interleaved=True, keys=WINDOW, settings=_mistral3
+        hf_architecture="MistralForCausalLM",
+        model_type="mistral",
+        interleaved=True,
+        keys=WINDOW | {"attention.temperature_scale"},
+        settings=_mistral3,
     ),
     "smollm3": Architecture(hf_architecture="SmolLM3ForCausalLM", model_type="smollm3", interleaved=True, settings=_smollm3),
     "granite": Architecture(
