@@ -166,12 +166,15 @@ class ModelConfig:
         """The model as an engine runs it whose contexts have at most `max_context` tokens.
 
         This is where long rope's factors are chosen: once for the engine, since keys that are cached under the one set are
-        wrong under the other.
+        wrong under the other. And a window as wide as the contexts is none, as Phi 4's of 262,144 for contexts of 131,072; it
+        stays where layers that have it rotate differently.
         """
-        scaling = self.rope_scaling
-        if scaling is None or scaling.kind != "longrope":
-            return self
-        return replace(self, rope_scaling=replace(scaling, long=max_context > scaling.original_max_position))
+        scaling, windowed = self.rope_scaling, self.windowed
+        if scaling is not None and scaling.kind == "longrope":
+            scaling = replace(scaling, long=max_context > scaling.original_max_position)
+        if self.window is not None and self.window >= max_context and self.local_rope_theta is None:
+            windowed = ()
+        return replace(self, rope_scaling=scaling, windowed=windowed)
 
     def layer_window(self, layer: int) -> int | None:
         """Newest positions that a token sees in this layer, its own among them; None for all."""

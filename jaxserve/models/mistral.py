@@ -15,6 +15,8 @@ def read(config: HfConfig) -> dict[str, Any]:
     window = config.optional_count("sliding_window", None if third else 4096)
     if third:
         config = config.with_defaults(head_dim=128, rms_norm_eps=1e-5)
+        if not config.rope:
+            raise config.error("rope_parameters", "there: Ministral 3 does not rotate as others by default")
     return config.common() | {"window": window, "windowed": config.windowed_if(window)}
 
 

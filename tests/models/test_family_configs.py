@@ -115,7 +115,6 @@ def test_gemma_3_that_also_sees_says_only_what_differs() -> None:
     ("model_type", "fields"),
     [
         ("mistral", {"window": 4096, "windowed": (True, True)}),
-        ("ministral3", {"window": None, "windowed": (), "head_dim": 128, "rms_norm_eps": 1e-5}),
         ("qwen3", {"head_dim": 128, "window": None, "rms_norm_eps": 1e-6}),
         ("qwen2", {"head_dim": 8, "qkv_bias": True, "output_bias": False, "windowed": ()}),
         (
@@ -147,6 +146,21 @@ def test_gemma_does_not_heed_the_activation_that_its_class_does_not() -> None:
     assert read("gemma2", hidden_activation="gelu").activation == "gelu"
     with pytest.raises(ConfigError, match=r"hidden_act must be one of silu, .*, found 'relu2'"):
         read("llama", hidden_act="relu2")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "max_context", "windows"),
+    [
+        ("mistral", 4097, [4096, 4096]),
+        ("mistral", 4096, [None, None]),
+        ("gemma2", 4096, [None, None]),
+        ("gemma3_text", 64, [4096, 4096]),
+    ],
+)
+def test_a_window_as_wide_as_the_context_is_none(model_type: str, max_context: int, windows: list[int | None]) -> None:
+    """Unless layers that have it rotate by another base."""
+    config = read(model_type).for_context(max_context)
+    assert [config.layer_window(layer) for layer in range(2)] == windows
 
 
 # --- long rope --------------------------------------------------------------------------------------------------------
