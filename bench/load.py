@@ -36,7 +36,7 @@ from checkpoints.safetensors import write_safetensors
 
 BLOCK_BYTES = 8 << 20
 STORED = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
-WRITERS = {"safetensors": write_safetensors, "orbax": write_orbax}
+WRITERS: dict[str, Any] = {"safetensors": write_safetensors, "orbax": write_orbax}
 SHAPE = {
     "hidden_size": 2048,
     "intermediate_size": 8192,

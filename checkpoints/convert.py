@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def convert(
     """Write the checkpoint `source` to the directory `target`, which appears whole or not at all.
 
     Args:
-        form: safetensors holds one tensor in memory at a time, Orbax all of them.
+        form: either holds one tensor in memory at a time; a conversion to Orbax that was killed is carried on by the next.
         dtype: "float32" or "bfloat16" for floating-point tensors; None keeps what `Checkpoint.read` gives.
         shard_bytes: of a safetensors file at most.
         replace: whether a checkpoint that is at `target` may be deleted, once the new one is complete.
@@ -64,7 +65,15 @@ def convert(
         else:
             from checkpoints.orbax import write_orbax
 
-            write_orbax(target, tensors, read, config, checkpoint.tokenizer, replace=replace)
+            key = _fingerprint(source, dtype)
+            write_orbax(target, tensors, read, config, checkpoint.tokenizer, replace=replace, key=key)
+
+
+def _fingerprint(source: Path, dtype: str | None) -> str:
+    """What is converted: another only if a file has changed."""
+    paths = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+    states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return json.dumps([states, dtype])
 
 
 def _check_target(source: Path, target: Path, replace: bool) -> None:

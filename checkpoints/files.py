@@ -6,6 +6,7 @@ Knows no checkpoint format beyond telling where an Orbax one keeps its metadata.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -27,6 +28,8 @@ MAX_READ = 1 << 30
 CONVERTED_BYTES = 1 << 20
 MAX_JSON_BYTES = 1 << 28
 ORBAX_METADATA = "_METADATA"
+KEY = ".written-for"
+"""Of a directory that is not complete: what it is written for."""
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -140,6 +143,46 @@ def new_directory(target: Path, *, replace: bool) -> Iterator[Path]:
             _swap(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def resumed_directory(target: Path, key: str, *, replace: bool) -> Iterator[Path]:
+    """As `new_directory`, but what a body that was killed or interrupted had written is there for the next of the same `key`.
+
+    The body tells by what it finds what is left to do. A failure, such as a full disk, leaves nothing.
+
+    Raises:
+        CheckpointError: as `new_directory`; or another process writes `target` now.
+    """
+    if not replace and target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target}: already exists and is not an empty directory")
+    partial = target.parent / f".{target.name}.partial"
+    with naming(target), contextlib.ExitStack() as stack:
+        partial.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(partial, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{target}: another process writes it now, in {partial}") from None
+        try:
+            _begin_or_resume(partial, key)
+            yield partial
+            (partial / KEY).unlink()
+            _swap(partial, target)
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _begin_or_resume(partial: Path, key: str) -> None:
+    """Leave in `partial` only what was written under `key`."""
+    path = partial / KEY
+    if path.is_file() and path.read_text(encoding="utf-8") == key:
+        return
+    for entry in partial.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    path.write_text(key, encoding="utf-8")
 
 
 def _swap(temporary: Path, target: Path) -> None:

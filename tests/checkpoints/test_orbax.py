@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -66,20 +67,73 @@ def test_names_with_slashes_and_dots_are_kept(tmp_path: Path) -> None:
 def test_one_array_is_read_without_the_others(tmp_path: Path) -> None:
     tensors = random_tensors({"a": (300, 1000), "b": (300, 1000)})
     path = write(tmp_path / "out", tensors)
-    # The arrays lie in a file each or one after the other in the same: damage near its beginning meets one of them.
-    largest = max(path.rglob("d/*"), key=lambda blob: blob.stat().st_size)
-    with largest.open("r+b") as blob:
-        blob.seek(100_000)
-        blob.write(bytes(100_000))
-    readable = []
+    os.truncate(path / "weights" / "a" / "0.0", 100_000)
     with open_checkpoint(path) as checkpoint:
-        for name in "ab":
-            try:
-                np.testing.assert_array_equal(checkpoint.read(name), tensors[name])
-                readable.append(name)
-            except CheckpointError as error:
-                assert str(path) in str(error)  # noqa: PT017 (not every read fails)
-    assert len(readable) == 1
+        np.testing.assert_array_equal(checkpoint.read("b"), tensors["b"])
+        with pytest.raises(CheckpointError, match=r"weights/a/0\.0: has 100000 bytes, expected 1200000, those of a float32"):
+            checkpoint.read("a")
+
+
+class Interrupting:
+    """Reads tensors, and is interrupted at the third."""
+
+    def __init__(self, tensors: dict[str, np.ndarray], last: int) -> None:
+        self.tensors, self.last, self.read_names = tensors, last, list[str]()
+
+    def __call__(self, name: str) -> np.ndarray:
+        if len(self.read_names) == self.last:
+            raise KeyboardInterrupt
+        self.read_names.append(name)
+        return self.tensors[name]
+
+
+def interrupted(target: Path, tensors: dict[str, np.ndarray], key: str) -> None:
+    infos = {name: TensorInfo(values.shape, values.dtype) for name, values in tensors.items()}
+    with pytest.raises(KeyboardInterrupt):
+        write_orbax(target, infos, Interrupting(tensors, 3), CONFIG, None, key=key)
+
+
+def test_a_save_that_was_interrupted_opens_nowhere_and_is_carried_on(tmp_path: Path) -> None:
+    tensors = random_tensors(llama_shapes())
+    infos = {name: TensorInfo(values.shape, values.dtype) for name, values in tensors.items()}
+    interrupted(tmp_path / "out", tensors, "first")
+    (partial,) = tmp_path.iterdir()
+    assert partial.name == ".out.partial"
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        open_checkpoint(partial)
+    rest = Interrupting(tensors, len(tensors))
+    write_orbax(tmp_path / "out", infos, rest, CONFIG, TOKENIZER, key="first")
+    assert rest.read_names == list(tensors)[3:]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with open_checkpoint(tmp_path / "out") as checkpoint:
+        assert_same_arrays(read_all(checkpoint), tensors)
+
+
+def test_what_was_interrupted_is_not_carried_on_for_something_else(tmp_path: Path) -> None:
+    tensors = random_tensors(llama_shapes())
+    interrupted(tmp_path / "out", random_tensors(llama_shapes(), seed=1), "first")
+    infos = {name: TensorInfo(values.shape, values.dtype) for name, values in tensors.items()}
+    write_orbax(tmp_path / "out", infos, tensors.__getitem__, CONFIG, None, key="second")
+    with open_checkpoint(tmp_path / "out") as checkpoint:
+        assert_same_arrays(read_all(checkpoint), tensors)
+
+
+def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
+    tensors = {"a": np.ones(2, np.float32)}
+
+    def read(name: str) -> np.ndarray:
+        with pytest.raises(CheckpointError, match=r"out: another process writes it now, in .*\.out\.partial"):
+            write(tmp_path / "out", tensors)
+        return tensors[name]
+
+    write_orbax(tmp_path / "out", {"a": TensorInfo((2,), np.dtype(np.float32))}, read, CONFIG, None)
+    assert (tmp_path / "out" / "weights" / "a" / "0").is_file()
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "a//b", "."])
+def test_names_that_are_no_paths_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="these are no paths"):
+        write(tmp_path / "out", {name: np.ones(2, np.float32)})
 
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
