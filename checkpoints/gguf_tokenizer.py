@@ -77,7 +77,7 @@ def _sentencepiece(metadata: GgufMetadata, tokens: list[str]) -> TokenizerFiles:
     if unknown is None:
         unknown = kinds.index(UNKNOWN) if UNKNOWN in kinds else 0
     prefix = metadata.flag("tokenizer.ggml.add_space_prefix") is not False
-    added = _plain_tokens(metadata, tokens, kinds) if prefix else ()
+    added = _added_pieces(metadata, tokens, kinds) if prefix else ()
     return TokenizerFiles(
         sentencepiece=build_bpe_model(
             _unique([token.replace(" ", SPACE) for token in tokens]),
@@ -112,11 +112,17 @@ def _unique(pieces: list[str]) -> list[str]:
     return unique
 
 
-def _plain_tokens(metadata: GgufMetadata, tokens: list[str], kinds: list[int]) -> tuple[AddedToken, ...]:
-    """User-defined tokens, after which a text begins anew, with a space before it."""
-    return tuple(
-        AddedToken(token_id=token_id, content=tokens[token_id]) for token_id, kind in enumerate(kinds) if kind == USER_DEFINED
-    )
+# Architectures whose control tokens take the white space after them, which GGUF cannot say, and those of them that do not.
+TAKE_SPACE_AFTER = {"phi3": {"<unk>", "<s>", "<|endoftext|>"}}
+
+
+def _added_pieces(metadata: GgufMetadata, tokens: list[str], kinds: list[int]) -> tuple[AddedToken, ...]:
+    """Tokens that are found before the model sees the rest, which begins anew with a space after them."""
+    added = _added_tokens(tokens, kinds)
+    exceptions = TAKE_SPACE_AFTER.get(metadata.text("general.architecture") or "")
+    if exceptions is None:
+        return tuple(token for token in added if not token.special)
+    return tuple(replace(token, rstrip=token.content not in exceptions) for token in added)
 
 
 def _added_tokens(tokens: list[str], kinds: list[int]) -> list[AddedToken]:

@@ -159,7 +159,7 @@ def test_qwen_normalises_and_llama_does_not() -> None:
     assert normaliser("llama-bpe") is None
 
 
-def sentencepiece(**changes: Any) -> Ours:
+def sentencepiece_metadata(**changes: Any) -> GgufMetadata:
     tokens = [
         "<unk>",
         "<s>",
@@ -176,7 +176,11 @@ def sentencepiece(**changes: Any) -> Ours:
     scores = [0.0] * 258 + [-9.0, -9.0, -9.0, -1.0, -2.0, -3.0, 0.0]
     defaults = {"model": "llama", "pre": None, "tokens": tokens, "token_type": np.array(kinds), "scores": np.array(scores)}
     ends = {"merges": None, "bos_token_id": 1, "eos_token_id": 1, "unknown_token_id": 0, "add_bos_token": False}
-    files = tokenizer_from_metadata(metadata(**defaults | ends | changes))
+    return metadata(**defaults | ends | changes)
+
+
+def sentencepiece(**changes: Any) -> Ours:
+    files = tokenizer_from_metadata(sentencepiece_metadata(**changes))
     assert files is not None
     return build_tokenizer(files)
 
@@ -196,6 +200,23 @@ def test_the_better_score_decides_which_pieces_join_first() -> None:
     space_first = sentencepiece(token_type=kinds, scores=np.array([0.0] * 258 + [*bad, -2.0, -1.0, *good]))
     assert whole_first.encode("ab") == [258, 261]
     assert space_first.encode("ab") == [262, 260]
+
+
+def test_phi_3_has_white_space_after_control_tokens_belong_to_them() -> None:
+    values = {**sentencepiece_metadata().values, "general.architecture": "phi3"}
+    files = tokenizer_from_metadata(GgufMetadata(Path("m.gguf"), values))
+    assert files is not None
+    phi = build_tokenizer(files)
+    assert phi.encode("<tool>\n ab") == [264, 263]
+    assert phi.encode("<s> ab") == [1, 258, 263]
+    assert sentencepiece().encode("<tool> ab") == [264, 258, 263]
+
+
+def test_pieces_that_the_library_would_refuse_get_names_of_their_own() -> None:
+    tokens = sentencepiece_metadata().values["tokenizer.ggml.tokens"]
+    tokenizer = sentencepiece(tokens=[*tokens[:-3], "a", "", "<tool>"])
+    assert tokenizer.encode("ab") == [258, 261]
+    assert [tokenizer.token_name(i) for i in (262, 263)] == ["<duplicate 262 a>", "<duplicate 263 >"]
 
 
 def test_sentencepiece_without_a_leading_space() -> None:
