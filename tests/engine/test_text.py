@@ -22,6 +22,7 @@ UNIGRAM = Tokenizer(tiny.unigram_library().to_str(), bos_token="<s>", eos_token=
 KINDS = [
     pytest.param(BYTE_LEVEL, tiny.byte_level_library(), id="byte_level"),
     pytest.param(SENTENCEPIECE, tiny.sentencepiece_library(), id="sentencepiece"),
+    pytest.param(tiny.converted_sentencepiece(), tiny.sentencepiece_library(), id="sentencepiece, converted"),
 ]
 AWKWARD = ["hello world", " hello", "  two", "", "é😀\u200d", "a\nb\t", "<think>", "<0x41>", "▁", "\ue000", "İ\u0307", "\x00"]
 PIECES = st.sampled_from([*AWKWARD, "<|im_end|>", "<|im_start|>", "<s>", "</s>", "<unk>", "<|endoftext|>", "x", " ", "user"])
@@ -48,7 +49,7 @@ def user(content: str) -> list[dict[str, str]]:
 @given(text=TEXTS)
 def test_prompts_encode_as_the_library_does(tokenizer: Tokenizer, library: Library, text: str) -> None:
     expected = library.encode(text, add_special_tokens=False).ids
-    if tokenizer is SENTENCEPIECE and expected[:1] != [1]:
+    if tokenizer.add_bos and expected[:1] != [1]:
         expected = [1, *expected]
     assert tokenizer.encode(text) == expected
 
@@ -161,7 +162,7 @@ def test_conversations_encode_as_rendered_text_does(tokenizer: Tokenizer, librar
     assert tokenizer.encode_chat(messages) == library.encode(rendered, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("kind", [tiny.byte_level, tiny.sentencepiece])
+@pytest.mark.parametrize("kind", [tiny.byte_level, tiny.sentencepiece, tiny.converted_sentencepiece])
 @given(content=TEXTS)
 def test_look_alikes_in_content_stay_text(kind: Callable[[], Tokenizer], content: str) -> None:
     tokenizer = BYTE_LEVEL if kind is tiny.byte_level else SENTENCEPIECE

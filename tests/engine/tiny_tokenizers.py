@@ -5,6 +5,8 @@ from __future__ import annotations
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
+from checkpoints.sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, build_bpe_model
+from jaxserve.engine.sentencepieces import SentencePieceSource
 from jaxserve.engine.text import Tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -95,7 +97,23 @@ def byte_level(chat_template: str | None = CHATML, *, add_bos: bool = False) -> 
 
 
 def sentencepiece(chat_template: str | None = LLAMA2) -> Tokenizer:
-    """A tokenizer as Llama 2 has: BOS first, a template that emits it."""
+    """A tokenizer as Llama 2 has: a `tokenizer.model`, BOS first, a template that emits it."""
+    source = SentencePieceSource(model=sentencepiece_model(), keeps_characters=True)
+    return Tokenizer(source, chat_template=chat_template, bos_token="<s>", eos_token="</s>", add_bos=True)
+
+
+def converted_sentencepiece(chat_template: str | None = LLAMA2) -> Tokenizer:
+    """The same as a `tokenizer.json`."""
     return Tokenizer(
         sentencepiece_library().to_str(), chat_template=chat_template, bos_token="<s>", eos_token="</s>", add_bos=True
     )
+
+
+def sentencepiece_model() -> bytes:
+    """The vocabulary of `sentencepiece_library` as SentencePiece has it: what it merges first scores best."""
+    vocabulary = sentencepiece_library().get_vocab(with_added_tokens=False)
+    pieces = sorted(vocabulary, key=vocabulary.__getitem__)
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256]
+    kinds += [NORMAL] * (len(pieces) - len(kinds))
+    scores = [-float(i) if len(piece) > 1 else -1000.0 for i, piece in enumerate(pieces)]
+    return build_bpe_model(pieces, scores, kinds, unknown_id=0, bos_id=1, eos_id=2, dummy_prefix=True)
