@@ -247,7 +247,7 @@ def fit(config: ModelConfig, chip: Chip, num_devices: int, *, dtype: str = "auto
         weight_bytes=weight_bytes,
         kv_bytes_per_token=page_bytes // PAGE_SIZE,
         kv_bytes=kv_bytes,
-        sequences={context: pages // num_pages(config, context) for context in contexts_of(config)},
+        sequences={context: pages * config.num_layers // layer_pages(config, context) for context in contexts_of(config)},
     )
 
 
@@ -282,9 +282,11 @@ def smallest_fit(config: ModelConfig, chip: Chip, *, dtype: str = "auto", kv_dty
         num_devices *= 2
 
 
-def num_pages(config: ModelConfig, context: int) -> int:
-    """Pages that a sequence of so many tokens holds."""
-    return -(-context // PAGE_SIZE)
+def layer_pages(config: ModelConfig, context: int) -> int:
+    """Pages that a sequence of so many tokens holds in all layers together: of those with a window the newest."""
+    num_pages = -(-context // PAGE_SIZE)
+    windows = [config.layer_window(layer) for layer in range(config.num_layers)]
+    return sum(num_pages if window is None else min(num_pages, (window - 2) // PAGE_SIZE + 2) for window in windows)
 
 
 def _dtype(name: str) -> np.dtype:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from jaxserve.request import SamplingParams, TokenLogprobs
@@ -32,6 +32,7 @@ class PlanRow:
         targets: the known ids that follow the row's first `len(targets)` positions, if their log probabilities are wanted.
         masked: the row samples, and only among the tokens of a mask that comes later, by `StepHandle.constrain`.
         first_page: pages before those of `pages`, which the sequence has given back: no layer sees them from `start` on.
+        local_pages, first_local_page: the same of the pool of local pages, where there is one.
     """
 
     seq_id: int
@@ -50,6 +51,8 @@ class PlanRow:
     targets: tuple[int, ...] = ()
     masked: bool = False
     first_page: int = 0
+    local_pages: Sequence[int] = ()
+    first_local_page: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,9 @@ class RunnerLimits:
         hidden_size: numbers in a final hidden state.
         window: newest positions that a token sees in any layer, its own among them, at least `MIN_WINDOW`; None where a layer
             sees all.
+        local_pages: pages of a second pool, for the layers with a window where others see all; 0 where there is none, and all
+            layers have theirs in the first. At least `enough_local_pages`.
+        local_window: of the layers that have it, as `window`.
     """
 
     num_pages: int
@@ -130,6 +136,15 @@ class RunnerLimits:
     host_pages: int = 0
     hidden_size: int = 0
     window: int | None = None
+    local_pages: int = 0
+    local_window: int | None = None
+
+    @property
+    def local(self) -> RunnerLimits | None:
+        """Limits of the pool of local pages alone; None where there is none."""
+        if not self.local_pages:
+            return None
+        return replace(self, num_pages=self.local_pages, window=self.local_window, local_pages=0, local_window=None)
 
     def first_seen_page(self, position: int) -> int:
         """The first page that the token at `position`, or any after it, sees in any layer."""
@@ -166,6 +181,18 @@ class RunnerLimits:
 MIN_WINDOW = 8
 """Of `RunnerLimits.window`, which may be wider than the layers' windows, not narrower. More than tokens are in flight: so
 pages that are given back have always been shared before."""
+
+
+def enough_local_pages(limits: RunnerLimits, window: int) -> int:
+    """Local pages that all sequences which run can hold together, at most; with them the pool is never short.
+
+    A row of `c` tokens sees and writes `window - 1 + c` positions, which lie in `(window - 3 + c) // B + 2` pages at most; the
+    rows of a step have `max_step_tokens` tokens together; what a row has left is given back before the next step is planned.
+    Nor is it short where there are as many as in the other pool: who holds one here holds one there.
+    """
+    of_each = (window - 3) // limits.page_size + 3
+    return min(limits.num_pages, limits.max_seqs * of_each + limits.max_step_tokens // limits.page_size)
+
 
 Masks = tuple[bytes | None, ...]
 """For each row of a plan the tokens that it may sample, never none, as `jaxserve.constraint` has masks; or None for a row that

@@ -244,6 +244,7 @@ class Sequence:
         tokens: prompt and committed output ids.
         pages: the block table, in position order, from page `first_page` on.
         first_page: leading pages that it has given back, or never had, since no layer sees them any more.
+        local_pages, first_local_page: the same of layers with a window, where these have a pool of their own.
         slot: index of its per-slot device state while running, else None.
         max_output: output tokens at most, from `max_tokens` and the context limit.
         num_preemptions: how often it lost its pages.
@@ -270,6 +271,8 @@ class Sequence:
     in_flight: int = 0
     pages: list[int] = field(default_factory=list)
     first_page: int = 0
+    local_pages: list[int] = field(default_factory=list)
+    first_local_page: int = 0
     slot: int | None = None
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0

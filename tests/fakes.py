@@ -138,6 +138,20 @@ class _Slot:
     target: int | None = None  # what the last row said would be the next token
 
 
+@dataclass
+class _Table:
+    """A row's pages in one pool, from page `first` of its sequence on, and what the pool's pages hold."""
+
+    limits: RunnerLimits
+    pool: list[list[int | None]]
+    pages: Seq[int]
+    first: int
+
+    def first_seen(self, position: int) -> int:
+        """The first position that the one at `position` sees."""
+        return 0 if self.limits.window is None else max(0, position - self.limits.window + 1)
+
+
 def _begin(row: PlanRow) -> _Slot:
     """A sequence whose history others have computed."""
     slot = _Slot(row.seq_id, row.params, row.seed, row.num_prompt, row.stop_ids, list(row.history))
@@ -197,7 +211,7 @@ class FakeRunner:
         num_steps: plans submitted.
         num_constrained: calls of `constrain`.
         last_plan: the newest plan.
-        max_pages_used: most distinct pages that rows of one plan have named.
+        max_pages_used, max_local_used: most distinct pages, and local pages, that rows of one plan have named.
         num_copies, num_saves, num_loads: pages copied, copied to the host, and back.
     """
 
@@ -227,7 +241,7 @@ class FakeRunner:
         self._last_step_id = -1
         self.num_steps = 0
         self.last_plan: StepPlan | None = None
-        self.max_pages_used = 0
+        self.max_pages_used = self.max_local_used = 0
         self.num_copies = self.num_saves = self.num_loads = 0
         # What the host holds outlives a failure of the device, and is then as wrong as what a wrong plan makes of it.
         self._host: list[list[int | None]] = [[None] * limits.page_size for _ in range(limits.host_pages)]
@@ -305,6 +319,7 @@ class FakeRunner:
         self._slots: dict[int, _Slot] = {}
         self._failure = None
         self._pages: list[list[int | None]] = [[None] * self._limits.page_size for _ in range(self._limits.num_pages)]
+        self._local: list[list[int | None]] = [[None] * self._limits.page_size for _ in range(self._limits.local_pages)]
 
     def _check_plan(self, plan: StepPlan) -> None:
         limits = self._limits
@@ -316,20 +331,30 @@ class FakeRunner:
         for name in ("slot", "seq_id"):
             values = [getattr(row, name) for row in plan.rows]
             _require(len(set(values)) == len(values), f"two rows share a {name}: {values}")
-        written: dict[int, int] = {}
+        written: dict[tuple[int, int], int] = {}  # by pool and page
         for row in plan.rows:
             self._check_row(row)
             first, end = row.start // limits.page_size, -(-(row.start + row.count) // limits.page_size)
-            for page in row.pages[first - row.first_page : end - row.first_page]:
-                other = written.setdefault(page, row.seq_id)
-                _require(other == row.seq_id, f"page {page} is written by sequences {other} and {row.seq_id} in one step")
+            for pool, table in enumerate(self._tables(row)):
+                for page in table.pages[first - table.first : end - table.first]:
+                    other = written.setdefault((pool, page), row.seq_id)
+                    _require(other == row.seq_id, f"page {page} is written by sequences {other} and {row.seq_id} in one step")
         for row in plan.rows:
-            for page in row.pages:
-                writer = written.get(page, row.seq_id)
-                _require(writer == row.seq_id, f"page {page}, which sequence {row.seq_id} reads, is written by {writer}")
+            for pool, table in enumerate(self._tables(row)):
+                for page in table.pages:
+                    writer = written.get((pool, page), row.seq_id)
+                    _require(writer == row.seq_id, f"page {page}, which sequence {row.seq_id} reads, is written by {writer}")
         self._check_copies(plan)
         self._check_moves(plan)
         self.max_pages_used = max(self.max_pages_used, len({page for row in plan.rows for page in row.pages}))
+        self.max_local_used = max(self.max_local_used, len({page for row in plan.rows for page in row.local_pages}))
+
+    def _tables(self, row: PlanRow) -> list[_Table]:
+        """The row's table of each pool."""
+        tables = [_Table(self._limits, self._pages, row.pages, row.first_page)]
+        if self._limits.local is not None:
+            tables.append(_Table(self._limits.local, self._local, row.local_pages, row.first_local_page))
+        return tables
 
     def _check_copies(self, plan: StepPlan) -> None:
         num_pages, size = self._limits.num_pages, self._limits.page_size
@@ -368,12 +393,17 @@ class FakeRunner:
         _require(0 <= row.seed <= _MASK, f"{where}: seed {row.seed} is not 64 bits")
         _require(len(row.tokens) <= row.count, f"{where}: {len(row.tokens)} tokens for {row.count} positions")
         _require(all(0 <= t < limits.vocab_size for t in row.tokens), f"{where}: token outside the vocabulary: {row.tokens}")
-        first, num_pages = row.first_page, len(row.pages)
-        _require((first + num_pages) * limits.page_size >= end, f"{where}: {num_pages} pages do not cover {end} positions")
-        first_seen = 0 if limits.window is None else max(0, row.start - limits.window + 1) // limits.page_size
-        _require(0 <= first <= first_seen, f"{where}: pages from {first} on, position {row.start} sees page {first_seen}")
-        _require(all(0 <= p < limits.num_pages for p in row.pages), f"{where}: page id out of range: {row.pages}")
-        _require(len(set(row.pages)) == len(row.pages), f"{where}: a page twice in one block table: {row.pages}")
+        _require(
+            bool(limits.local_pages) or not row.local_pages, f"{where}: local pages {row.local_pages}, and no pool of them"
+        )
+        for table in self._tables(row):
+            first, pages = table.first, table.pages
+            num_covered = (first + len(pages)) * limits.page_size
+            _require(num_covered >= end, f"{where}: {len(pages)} pages do not cover {end} positions")
+            first_seen = table.first_seen(row.start) // limits.page_size
+            _require(0 <= first <= first_seen, f"{where}: pages from {first} on, position {row.start} sees page {first_seen}")
+            _require(all(0 <= p < table.limits.num_pages for p in pages), f"{where}: page id out of range: {pages}")
+            _require(len(set(pages)) == len(pages), f"{where}: a page twice in one block table: {pages}")
         _require(len(row.targets) <= row.count, f"{where}: {len(row.targets)} targets for {row.count} positions")
         _require(not row.targets or row.params.prompt_logprobs is not None, f"{where}: targets that it did not ask for")
         if row.fresh:
@@ -401,17 +431,20 @@ class FakeRunner:
         for position in range(row.start, row.start + row.count):
             state = _mix(slot.hashes[-1] if slot.hashes else _ROOT, slot.tokens[position])
             slot.hashes.append(state)
-            page = row.pages[position // self._limits.page_size - row.first_page]
-            self._pages[page][position % self._limits.page_size] = state
+            for table in self._tables(row):
+                page = table.pages[position // self._limits.page_size - table.first]
+                table.pool[page][position % self._limits.page_size] = state
 
     def _check_page_contents(self, row: PlanRow, slot: _Slot) -> None:
-        size, window = self._limits.page_size, self._limits.window
-        first_seen = 0 if window is None else max(0, row.start - window + 1)  # by the row's first token, so by all of it
-        for position in range(first_seen // size * size, row.start, size):
-            page = row.pages[position // size - row.first_page]
-            expected = slot.hashes[position : min(position + size, row.start)]
-            seen = slice(max(0, first_seen - position), len(expected))
-            _require(self._pages[page][seen] == expected[seen], f"sequence {row.seq_id}: page {page} no longer holds its KV")
+        size = self._limits.page_size
+        for table in self._tables(row):
+            first_seen = table.first_seen(row.start)  # by the row's first token, so by all of it
+            for position in range(first_seen // size * size, row.start, size):
+                page = table.pages[position // size - table.first]
+                expected = slot.hashes[position : min(position + size, row.start)]
+                seen = slice(max(0, first_seen - position), len(expected))
+                holds = table.pool[page][seen] == expected[seen]
+                _require(holds, f"sequence {row.seq_id}: page {page} no longer holds its KV")
 
     def _take_tokens(self, row: PlanRow, slot: _Slot) -> None:
         """Write the host's tokens into the history; the rest of the row must be there already."""

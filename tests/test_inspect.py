@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,11 +19,12 @@ from checkpoints.convert import convert
 from jaxserve.__main__ import DEVICES, main
 from jaxserve.device.build import _weight_bytes
 from jaxserve.device.runner import page_bytes
-from jaxserve.inspect_model import CHIPS, fit, inspect, this_computer
+from jaxserve.inspect_model import CHIPS, fit, inspect, layer_pages, this_computer
 from jaxserve.inspect_report import count, size
 from jaxserve.models.families import model_config_from_hf
 from jaxserve.models.sharding import make_mesh
 from tests.checkpoints.builders import CONFIG, TOKENS, llama_shapes, tiny_gguf, tiny_hf
+from tests.real_engines import TINY_MODEL
 
 NUM_PARAMETERS = sum(int(np.prod(shape)) for shape in llama_shapes().values())
 TIED = CONFIG | {"tie_word_embeddings": True}
@@ -181,3 +183,9 @@ def test_no_device_is_started(tmp_path: Path) -> None:
         "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized(); sys.exit(code)"
     )
     subprocess.run([sys.executable, "-c", script, path], check=True, cwd=Path(__file__).parents[1], capture_output=True)
+
+
+def test_layers_with_a_window_hold_no_more_than_it_sees() -> None:
+    config = dataclasses.replace(TINY_MODEL, num_layers=3, max_position=8192, window=512, windowed=(True, False, True))
+    assert layer_pages(config, 512) == 3 * 8
+    assert layer_pages(config, 8192) == 128 + 2 * 9

@@ -42,6 +42,12 @@ def pool_shape(
     return padded_shape((num_pages, config.num_kv_heads, page_size, width), POOL_AXES, mesh)
 
 
+def pages_of_layers(config: ModelConfig, limits: RunnerLimits) -> list[int]:
+    """Pages in each layer's pool."""
+    windows = [config.layer_window(layer) for layer in range(config.num_layers)]
+    return [limits.num_pages if window is None or not limits.local_pages else limits.local_pages for window in windows]
+
+
 def scales_shape(config: ModelConfig, mesh: Mesh) -> tuple[int, ...]:
     """Shape of the scales of pools in eight bits: layers, KV heads as the pools have them, K and V."""
     return padded_shape((config.num_layers, config.num_kv_heads, 2), SCALE_AXES, mesh)
@@ -51,9 +57,9 @@ def initial_state(
     config: ModelConfig, limits: RunnerLimits, mesh: Mesh, kv_dtype: np.dtype, attention_impl: str
 ) -> DeviceState:
     """Empty pools and slots, and scales of 1 where pools have any; for `jax.jit` or `jax.eval_shape`."""
-    shape = pool_shape(config, limits.num_pages, limits.page_size, mesh, attention_impl)
+    shapes = [pool_shape(config, pages, limits.page_size, mesh, attention_impl) for pages in pages_of_layers(config, limits)]
     return DeviceState(
-        pools=tuple(jnp.zeros(shape, pool_dtype(attention_impl, kv_dtype)) for _ in range(config.num_layers)),
+        pools=tuple(jnp.zeros(shape, pool_dtype(attention_impl, kv_dtype)) for shape in shapes),
         slots=empty_state(limits.max_seqs, limits.max_context, config.vocab_size),
         kv_scales=jnp.ones(scales_shape(config, mesh)) if has_scales(kv_dtype) else None,
     )

@@ -21,7 +21,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import abstract_params
 from jaxserve.models.sharding import EXPERT, TENSOR, padded_shape
-from jaxserve.plan import MIN_WINDOW, RunnerLimits
+from jaxserve.plan import MIN_WINDOW, RunnerLimits, enough_local_pages
 from pallas_kernels.grouped_matmul.choose import choose as choose_grouped
 from pallas_kernels.paged_attention.choose import Shape, choose
 from pallas_kernels.paged_attention.options import choose_options
@@ -57,7 +57,7 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
         hidden_size=model_config.hidden_size,
         window=window,
     )
-    limits = replace(limits, num_pages=_num_pages(engine, model_config, limits, mesh, dtype, bytes_per_page))
+    limits = _size_pools(engine, model_config, limits, mesh, dtype, bytes_per_page)
     logger.info("mesh: %s; %s", dict(mesh.shape), limits)
     experts_impl = choose_experts_impl(model_config, mesh, dtype)
     return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options, experts_impl)
@@ -128,23 +128,46 @@ def kv_dtype_of(engine: EngineConfig, dtype: np.dtype) -> np.dtype:
     return np.dtype(jax.numpy.dtype(names.get(engine.kv_dtype, engine.kv_dtype)))
 
 
-def _num_pages(
+def _size_pools(
     engine: EngineConfig,
     model_config: ModelConfig,
     limits: RunnerLimits,
     mesh: Mesh,
     dtype: np.dtype,
     bytes_per_page: int,
-) -> int:
-    """Pages of the pool: as configured, else what the memory allows and the sequences can use."""
-    if engine.num_pages:
-        return engine.num_pages
+) -> RunnerLimits:
+    """`limits` with pages as configured, else with what the memory allows and the sequences can use."""
     usable = engine.max_seqs * limits.pages_for(limits.max_context)
-    memory = engine.kv_memory or _free_kv_bytes(mesh, _weight_bytes(model_config, mesh, dtype))
-    pages = min(usable, memory // bytes_per_page)
+    memory = 0
+    pages = engine.num_pages
+    if not pages:
+        memory = engine.kv_memory or _free_kv_bytes(mesh, _weight_bytes(model_config, mesh, dtype))
+        pages = min(usable, memory // bytes_per_page)
     if pages * engine.page_size < 2 * engine.page_size:
         raise ConfigError(f"{memory} bytes hold {pages} KV pages, which is too few; raise kv_memory or lower page_size")
-    return pages
+    limits = replace(limits, num_pages=pages)
+    if engine.host_kv_memory or engine.pin_prefix:  # neither is there for local pages
+        return limits
+    return _with_local_pages(engine, model_config, limits, usable, memory, bytes_per_page)
+
+
+def _with_local_pages(
+    engine: EngineConfig, model_config: ModelConfig, limits: RunnerLimits, usable: int, memory: int, bytes_per_page: int
+) -> RunnerLimits:
+    """`limits` with a pool for the layers with a window, where others see all, and pages for the others from what memory that
+    leaves; as they are where it would leave less than it takes."""
+    num_local = sum(model_config.layer_window(layer) is not None for layer in range(model_config.num_layers))
+    if limits.window is not None or not num_local or model_config.window is None:
+        return limits
+    window = max(MIN_WINDOW, model_config.window)
+    local_pages = enough_local_pages(replace(limits, num_pages=usable), window)
+    pages = engine.num_pages
+    if not pages:
+        local_bytes = bytes_per_page // model_config.num_layers * num_local
+        pages = min(usable, (memory - local_pages * local_bytes) // (bytes_per_page - local_bytes))
+    if pages <= local_pages:
+        return limits
+    return replace(limits, num_pages=pages, local_pages=local_pages, local_window=window)
 
 
 def _weight_bytes(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> int:

@@ -7,6 +7,7 @@ numbers travel as the bits of float32. Knows plans and shapes; runs nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.device.buckets import Bucket, num_samples
-from jaxserve.models.batch import NO_PAGE, StepBatch
+from jaxserve.models.batch import NO_PAGE, LocalRows, StepBatch
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan
 from pallas_kernels import pytree
 
@@ -108,6 +109,7 @@ def _part_shapes(bucket: Bucket, limits: RunnerLimits) -> dict[str, tuple[int, .
         "tokens": (bucket.num_tokens,),
         "rows": (len(_ROW_FIELDS), rows),
         "block_table": (rows, table_width(limits)),
+        "local_table": (rows, table_width(limits.local) if limits.local else 0),
         "samples": (len(_SAMPLE_FIELDS), samples),
         "forbidden": (samples, MAX_FORBIDDEN),
         "known": (2, bucket.num_tokens if bucket.chunk_tokens else 0),
@@ -142,6 +144,7 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
     # Padding must not ask for anything: a repetition penalty of 0 or a top_p of 0 would.
     samples[:, :] = padding_sample(limits.max_seqs)[:, None]
     parts["forbidden"][:] = limits.vocab_size
+    local = limits.local
     known, num_known = parts["known"], 0
     known[1] = -1
     places: list[int | None] = []
@@ -160,8 +163,11 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
         tokens[token : token + len(row.tokens)] = row.tokens
         tokens[token + len(row.tokens) : token + row.count] = FROM_DEVICE
         for place in range(own.start, own.stop):
-            pages = _seen_pages(row, int(rows[1, place]), limits)
+            pages = _seen_pages(row, row.pages, row.first_page, int(rows[1, place]), limits)
             parts["block_table"][place, : len(pages)] = pages
+            if local is not None:
+                pages = _seen_pages(row, row.local_pages, row.first_local_page, int(rows[1, place]), local)
+                parts["local_table"][place, : len(pages)] = pages
         num_targets = len(row.targets)
         if num_targets:
             known[0, num_known : num_known + num_targets] = np.arange(token, token + num_targets)
@@ -177,10 +183,10 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
     return packed, places
 
 
-def _seen_pages(row: PlanRow, start: int, limits: RunnerLimits) -> list[int]:
-    """Pages of `row` from the first that the token at `start` sees."""
+def _seen_pages(row: PlanRow, pages: Sequence[int], first_page: int, start: int, limits: RunnerLimits) -> Sequence[int]:
+    """Of the pages of `row` from `first_page` on, those from the first that the token at `start` sees."""
     end = -(-(row.start + row.count) // limits.page_size)
-    return row.pages[limits.first_seen_page(start) - row.first_page : end - row.first_page]
+    return pages[limits.first_seen_page(start) - first_page : end - first_page]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -264,21 +270,30 @@ def unpack(
     positions = jnp.where(real, starts[row] + token - row_offsets[row], 0)
     token_slots = jnp.where(real, slots[row], limits.max_seqs)
     known = parts["tokens"] != FROM_DEVICE
-    ends = starts + counts
-    page = positions // limits.page_size
-    if limits.window is not None:  # tables begin with the first page that is seen, and for attention so do sequences
-        unseen = jnp.maximum(starts + 1 - limits.window, 0) // limits.page_size
-        ends = ends - unseen * limits.page_size
-        page = page - unseen[row]
-    page_ids = parts["block_table"][row, page]
+
+    def lay_out(block_table: Int[Array, "S W"], limits: RunnerLimits) -> tuple[Int[Array, " T"], Int[Array, " S"]]:
+        """The page of each token, and the length of each row from its table's first page on."""
+        ends, page = starts + counts, positions // limits.page_size
+        if limits.window is not None:  # tables begin with the first page that is seen, and for attention so do sequences
+            unseen = jnp.maximum(starts + 1 - limits.window, 0) // limits.page_size
+            ends = ends - unseen * limits.page_size
+            page = page - unseen[row]
+        return jnp.where(real, block_table[row, page], NO_PAGE), jnp.where(counts > 0, ends, 0)
+
+    page_ids, lengths = lay_out(parts["block_table"], limits)
+    local_rows = None
+    if limits.local is not None:
+        local_ids, local_lengths = lay_out(parts["local_table"], limits.local)
+        local_rows = LocalRows(page_ids=local_ids, block_table=parts["local_table"], lengths=local_lengths)
     batch = StepBatch(
         token_ids=jnp.where(known, parts["tokens"], tokens_by_slot[token_slots, positions]),
         positions=positions,
-        page_ids=jnp.where(real, page_ids, NO_PAGE),
+        page_ids=page_ids,
         page_offsets=positions % limits.page_size,
         block_table=parts["block_table"],
         row_offsets=row_offsets,
-        lengths=jnp.where(counts > 0, ends, 0),
+        lengths=lengths,
+        local=local_rows,
     )
     return batch, samples, token_slots, KnownTokens(*parts["known"])
 

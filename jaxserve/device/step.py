@@ -38,7 +38,7 @@ class DeviceState:
         kv_scales: of pools in eight bits, and no other: what is stored times these is K and V. A step leaves them as they are.
     """
 
-    pools: tuple[Num[Array, "P K B D2"], ...]
+    pools: tuple[Num[Array, "_ K B D2"], ...]
     slots: SlotState
     kv_scales: Float[Array, "L K 2"] | None = None
 

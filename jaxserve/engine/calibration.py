@@ -94,6 +94,13 @@ def _longest(num_rows: int, limits: RunnerLimits) -> int:
     return replace(limits, num_pages=limits.num_pages // max(1, num_rows)).max_tokens - 1
 
 
+def _pages(limits: RunnerLimits, start: int, count: int, page: int) -> tuple[int, list[int]]:
+    """What a row holds of a pool: the number of its first page, and so many ids as it needs from `page` on."""
+    first = limits.first_seen_page(start)
+    end = -(-(start + count) // limits.page_size)
+    return first, [(page + index) % limits.num_pages for index in range(end - first)]
+
+
 class Calibrator:
     """Runs points on `runner` and times them.
 
@@ -148,12 +155,12 @@ class Calibrator:
     def _plan(self, point: Point) -> StepPlan:
         limits = self._runner.limits
         shapes = [(point.context - 1, 1)] * point.num_decodes + [(point.start, count) for count in point.chunks]
-        rows, next_page = [], 0
+        rows, next_page, next_local = [], 0, 0
         for slot, (start, count) in enumerate(shapes):
-            first_page = limits.first_seen_page(start)
-            num_pages = -(-(start + count) // limits.page_size) - first_page
-            pages = [(next_page + index) % limits.num_pages for index in range(num_pages)]
-            next_page += num_pages
+            first_page, pages = _pages(limits, start, count, next_page)
+            next_page += len(pages)
+            first_local, local_pages = (0, []) if limits.local is None else _pages(limits.local, start, count, next_local)
+            next_local += len(local_pages)
             rows.append(
                 PlanRow(
                     seq_id=slot,
@@ -169,6 +176,8 @@ class Calibrator:
                     stop_ids=(),
                     fresh=True,
                     first_page=first_page,
+                    local_pages=local_pages,
+                    first_local_page=first_local,
                 )
             )
         self._next_step_id += 1

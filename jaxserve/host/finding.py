@@ -41,13 +41,13 @@ class Found:
 NOTHING = Found()
 
 
-def find_path(tree: PrefixTree, root: Node, seq: Sequence, limits: RunnerLimits) -> list[Node]:
-    """The nodes of the longest prefix of `seq` that has, from the first page that the token after it sees, only pages that
-    are there or that a more important sequence computes now."""
+def find_path(tree: PrefixTree, root: Node, seq: Sequence, limits: RunnerLimits, num_pages: int) -> list[Node]:
+    """The nodes of the longest prefix of `seq`, of at most `num_pages`, that has, from the first page that the token after it
+    sees, only pages that are there or that a more important sequence computes now."""
     tokens, size, first_seen = seq.tokens, tree.page_size, limits.first_seen_page
     path: list[Node] = []
     node, length, after_hole = root, 0, 0
-    for index in range(seq.num_skippable // size):
+    for index in range(num_pages):
         child = node.children.get(tree.key(tokens, index))
         if child is None:
             break

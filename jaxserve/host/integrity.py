@@ -41,7 +41,8 @@ def check_waiting(waiting: Iterable[Sequence]) -> None:
     for seq in waiting:
         holds = seq.slot, seq.pages, seq.planned, seq.computed
         assert holds == (None, [], 0, 0), f"sequence {seq.seq_id} waits, yet has (slot, pages, planned, computed) {holds}"
-        assert seq.first_page == 0, f"sequence {seq.seq_id} waits, yet has given back {seq.first_page} pages"
+        assert not seq.local_pages, f"sequence {seq.seq_id} waits, yet holds local pages {seq.local_pages}"
+        assert seq.first_page == seq.first_local_page == 0, f"sequence {seq.seq_id} waits, yet has given back pages"
 
 
 def check_in_flight(live: Iterable[Sequence], in_flight: Iterable[tuple[StepPlan, list[Sequence]]]) -> None:

@@ -17,7 +17,8 @@ What makes sharing safe is the scheduler's invariant that steps run in the order
 
 Where every layer has a window, a sequence gives back the pages that no position still to be planned sees. Those in the tree
 become idle, and may be evicted although others after them are there: a prefix has holes then. It is found as deep as there is
-none in the window before.
+none in the window before. Where some layers have a window and others see all, those with one may have pages of their own,
+which `local` owns: here are those of the others then.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections.abc import Sequence as Seq
 
 from jaxserve.errors import ConfigError
 from jaxserve.host.finding import NOTHING, Found, find_beginning, find_path
+from jaxserve.host.local import LocalPages
 from jaxserve.host.pages import PagePool
 from jaxserve.host.prefix import Node, PrefixTree, take_waiters
 from jaxserve.host.tier import HostTier
@@ -57,6 +59,8 @@ class Memory:
         if tree is not None:
             tree.has_holes = limits.window is not None
         self.tier = tier
+        self._local = None if limits.local is None else LocalPages(limits, tree)
+        assert self._local is None or tier is None, "a host tier beside local pages"
         self._leaves: dict[Sequence, Node] = {}  # the last page that each shares
         self._ends: dict[Sequence, Node] = {}  # the last page that was full when it opened
         self.num_asked_tokens = 0
@@ -79,8 +83,9 @@ class Memory:
 
     @property
     def num_evicted(self) -> int:
-        """Pages that lost their prefix to make room, since the start."""
-        return self._tree.num_evicted if self._tree else 0
+        """Pages that lost their prefix to make room, local ones too, since the start."""
+        num_local = 0 if self._local is None else self._local.num_evicted
+        return num_local + (self._tree.num_evicted if self._tree else 0)
 
     def num_only_of(self, seqs: Iterable[Sequence]) -> int:
         """Pages that would become free if all of `seqs` closed. O(their pages)."""
@@ -95,17 +100,22 @@ class Memory:
         if tree is None:
             return NOTHING
         root = tree.root(seq.request.cache_salt)
-        path = find_path(tree, root, seq, self._limits)
+        last = seq.num_skippable // self._size
+        path = find_path(tree, root, seq, self._limits, last)
         depth, first_seen = len(path), self._limits.first_seen_page
         nodes = path[first_seen(depth * self._size) :]
         computing = next((node for node in reversed(nodes) if node.page is None), None)
         if computing is not None:
             return Found(computing=computing)
+        if self._local is not None:
+            nodes = path[: self._local.find(seq, depth)]
+            tree.prune(root)
+            return Found(tuple(nodes), sum(node.idle for node in nodes))
         leaf = path[-1] if path else root
         loaded: tuple[bytes, ...] = ()
         copied, num_copied = None, 0
         if self.tier is not None:
-            loaded = self.tier.find(tree, leaf, seq, depth, seq.num_skippable // self._size)
+            loaded = self.tier.find(tree, leaf, seq, depth, last)
         if not loaded:
             copied, num_copied = find_beginning(tree, leaf, seq, depth)
         tree.prune(root)
@@ -143,6 +153,8 @@ class Memory:
             seq.cached = min(seq.planned, seq.num_prompt)
             self.num_asked_tokens += seq.num_prompt
             self.num_hit_tokens += seq.cached
+        if self._local is not None:
+            self._local.open(seq)
         leaf = found.nodes[-1] if found.nodes else self._anchor(tree, seq)
         self._leaves[seq] = leaf
         self._ends[seq] = self._promise(tree, seq, leaf)
@@ -174,6 +186,8 @@ class Memory:
                 self.tier.save(node, page)
             pool.discard(page)
         seq.pages += pool.allocate(count)
+        if self._local is not None:
+            self._local.grow(seq, count)
 
     def load(self, seq: Sequence, found: Found) -> None:
         """Have the plan in the making fill pages of `seq` with what was found for it in the host tier."""
@@ -202,6 +216,8 @@ class Memory:
                 woken += self._fill(tree, node, page)
             else:
                 self._give_up_own(tree, seq, index, node, node.page)
+        if self._local is not None:
+            self._local.share(seq, seq.num_shared, full)
         seq.num_shared = full
         self._leaves[seq] = node
         return woken
@@ -222,6 +238,8 @@ class Memory:
 
     def give_back_unseen(self, seq: Sequence) -> None:
         """Take from `seq`, which has been shared, the pages that no position from its planned cursor on sees. O(those)."""
+        if self._local is not None:
+            self._local.give_back_unseen(seq)
         first = self._limits.first_seen_page(seq.planned)
         count = first - seq.first_page
         if count > 0:
@@ -229,9 +247,7 @@ class Memory:
             unseen = seq.pages[:count]
             del seq.pages[:count]
             seq.first_page = first
-            for page in self._pool.release(reversed(unseen)):
-                assert self._tree is not None
-                self._tree.retire(page)
+            self._release(unseen)
 
     def _release(self, pages: list[int]) -> None:
         for page in self._pool.release(reversed(pages)):
@@ -244,8 +260,12 @@ class Memory:
         if tree is None:
             self._release(seq.pages)
             seq.pages, seq.first_page = [], 0
+            if self._local is not None:
+                self._local.close(seq)
             return []
         woken = self.share(seq)
+        if self._local is not None:
+            self._local.close(seq)
         del self._leaves[seq]
         end = node = self._ends.pop(seq)
         end.num_open -= 1
@@ -277,6 +297,8 @@ class Memory:
         tree = self._tree
         if tree is None:
             return 0
+        if self._local is not None:
+            raise ConfigError("no prefix can be pinned where layers with a window have a pool of their own")
         nodes = self._path(tree, tokens, salt)
         num_new = sum(not node.pinned for node in nodes)
         if 2 * (tree.num_pinned + num_new) > self._limits.num_pages:
@@ -310,6 +332,8 @@ class Memory:
         count = tree.num_idle
         for _ in range(count):
             self._pool.discard(tree.evict()[1])
+        if self._local is not None:
+            self._local.drop_idle()
         tree.num_evicted -= count
         if self.tier is not None:
             count += len(self.tier)
@@ -329,6 +353,8 @@ class Memory:
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Assert that pool, tree and the block tables of those that run agree. O(everything)."""
         seqs = list(running)
+        if self._local is not None:
+            self._local.check_integrity(seqs)
         tables = [seq.pages for seq in seqs]
         tree = self._tree
         if tree is None:

@@ -173,28 +173,15 @@ class PrefixTree:
     def rest(self, page: int) -> None:
         """Nobody references `page` any more. It is cheapest for children to rest before their parents."""
         node = self._by_page[page]
-        self._num_events += 1
-        node.last_used = self._num_events
-        self._rest(node, self._policy(node, self._clock))
-
-    def retire(self, page: int) -> None:
-        """As `rest`, of a page that its sequence goes on without. Unless it was found before, it goes before all that rest,
-        since only who begins alike and goes on otherwise could use it; and the later in its sequence the sooner, since there
-        fewer are alike."""
-        node = self._by_page[page]
-        if node.num_uses:
-            self.rest(page)
-        else:
-            self._rest(node, -1.0 - node.depth)
-
-    def _rest(self, node: Node, value: float) -> None:
         assert not node.idle
         assert node.parent is not None
         node.idle = True
         node.parent.num_idle += 1
         if not self.has_holes:
             self._forget_entry(node.parent)
-        node.value = value
+        self._num_events += 1
+        node.last_used = self._num_events
+        node.value = self._policy(node, self._clock)
         self.num_idle += 1
         if self.has_holes or node.num_idle == 0:
             self._push(node)

@@ -105,7 +105,7 @@ class Running:
             seq.dispatched = seq.planned
             if seq.planned >= (seq.num_shared + 1) * size:
                 self._unpark(self._memory.share(seq))
-        if self._limits.window is not None:
+        if self._limits.window is not None or self._limits.local_pages:
             for seq in self._seqs:
                 self._memory.give_back_unseen(seq)
 

@@ -11,6 +11,15 @@ NO_PAGE = 2**30
 
 
 @pytree.dataclass
+class LocalRows:
+    """What `StepBatch` has by these names, of the layers with a window where their pages are in pools of their own."""
+
+    page_ids: Int[Array, " T"]
+    block_table: Int[Array, "S local"]
+    lengths: Int[Array, " S"]
+
+
+@pytree.dataclass
 class StepBatch:
     """`T` tokens in `S` rows of one sequence each; `paged_attention` says how rows own tokens.
 
@@ -19,6 +28,7 @@ class StepBatch:
         page_ids: page that each token's K and V go to, in each layer's pages; `NO_PAGE` for padding tokens.
         page_offsets: place within the page.
         block_table, lengths: pages of each row from the first that any layer sees, and tokens from the start of that page.
+        local: None where all layers have their pages in the same order.
     """
 
     token_ids: Int[Array, " T"]
@@ -28,3 +38,4 @@ class StepBatch:
     block_table: Int[Array, "S W"]
     row_offsets: Int[Array, "S+1"]
     lengths: Int[Array, " S"]
+    local: LocalRows | None = None

@@ -7,6 +7,7 @@ in its program. Runs inside `shard_map`: all shapes are local.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, sch
 
 def forward(
     params: DecoderParams,
-    pools: tuple[Num[Array, "P K B D2"], ...],
+    pools: tuple[Num[Array, "_ K B D2"], ...],
     batch: StepBatch,
     config: ModelConfig,
     *,
@@ -36,7 +37,7 @@ def forward(
     experts_impl: str = "xla",
     kv_scales: Float[Array, "L K 2"] | None = None,
     attention_options: Mapping[str, int] | None = None,
-) -> tuple[Float[Array, "E T"], tuple[Num[Array, "P K B D2"], ...]]:
+) -> tuple[Float[Array, "E T"], tuple[Num[Array, "_ K B D2"], ...]]:
     """Run one step's tokens through all layers.
 
     Args:
@@ -51,11 +52,12 @@ def forward(
         What `head` takes of each token, and the pools with this step's K and V.
     """
     windows = [config.layer_window(layer) for layer in range(config.num_layers)]
+    rows: dict[int | None, StepBatch] = dict.fromkeys(windows, batch)
+    if batch.local is not None:
+        own = {field.name: getattr(batch.local, field.name) for field in fields(batch.local)}
+        rows = {window: batch if window is None else replace(batch, **own) for window in rows}
     lay_out = partial(
         schedule,
-        batch.block_table,
-        batch.row_offsets,
-        batch.lengths,
         num_tokens=batch.token_ids.shape[0],
         num_single=num_single,
         page_size=pools[0].shape[2],
@@ -63,13 +65,15 @@ def forward(
         options=attention_options,
     )
     rotary = _rotary_tables(batch, config)
-    work = {window: lay_out(window=window) for window in dict.fromkeys(windows)}
+    work = {window: lay_out(seen.block_table, seen.row_offsets, seen.lengths, window=window) for window, seen in rows.items()}
     x = scaled(embed(params.embedding, batch.token_ids, DEVICES), config.embedding_scale)
     new_pools = []
     for index, (layer, pool) in enumerate(zip(params.layers, pools, strict=True)):
         scales = None if kv_scales is None else kv_scales[index]
         turned = rotary[_rotary_kind(config, index)]
-        x, pool = _block(layer, pool, scales, x, turned, batch, work[windows[index]], config, attention_impl, experts_impl)
+        window = windows[index]
+        seen = rows[window], work[window]
+        x, pool = _block(layer, pool, scales, x, turned, *seen, config, attention_impl, experts_impl)
         new_pools.append(pool)
     return x, tuple(new_pools)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -249,3 +250,43 @@ def test_uniform_is_uniform(pairs: list[tuple[int, int]]) -> None:
 def test_seeds_draw_other_numbers() -> None:
     assert len({uniform(seed, 9) for seed in range(1000)}) > 990
     assert len({uniform(9, position) for position in range(1000)}) > 990
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_all", [True, False], ids=["all_layers", "some_layers"])
+def test_with_a_window_tables_begin_with_the_first_page_that_is_seen(in_all: bool) -> None:
+    """A chunk, a decode, and, where there is no place for chunks, a row of three with a place for each of its tokens."""
+    window = 9
+    of_window = dataclasses.replace(LIMITS, window=window)
+    limits = of_window if in_all else dataclasses.replace(LIMITS, local_pages=70, local_window=window)
+    params = SamplingParams()
+    for shapes in ([(21, 7), (30, 1)], [(21, 3), (30, 1)]):
+        rows = []
+        for slot, (start, count) in enumerate(shapes):
+            first = of_window.first_seen_page(start) - slot  # one of them holds a page more than it must
+            end = -(-(start + count) // LIMITS.page_size)
+            pages, local = list(range(20 * slot, 20 * slot + end)), [60 - slot * 20 - page for page in range(first, end)]
+            table = {"pages": local, "first_page": first} if in_all else {"local_pages": local, "first_local_page": first}
+            common = {"seed": 0, "stop_ids": (), "fresh": False, "sample": True, "num_prompt": 1, "params": params}
+            rows.append(
+                PlanRow(
+                    seq_id=slot, slot=slot, start=start, count=count, tokens=(1,) * count, **{"pages": pages} | table, **common
+                )
+            )
+        bucket = bucket_for_plan(BUCKETS, StepPlan(0, tuple(rows)))
+        packed, _ = pack(StepPlan(0, tuple(rows)), bucket, limits)
+        unpacked = jax.jit(functools.partial(unpack, bucket=bucket, limits=limits))(packed, HISTORY)
+        batch = jax.tree.map(np.asarray, unpacked[0])
+        seen = batch if in_all else batch.local
+        for row, place in zip(rows, row_places(StepPlan(0, tuple(rows)), bucket), strict=True):
+            local = dict(enumerate(row.pages, row.first_page) if in_all else enumerate(row.local_pages, row.first_local_page))
+            for one in place:
+                tokens = range(batch.row_offsets[one], batch.row_offsets[one + 1])
+                positions = batch.positions[tokens.start : tokens.stop]
+                first = max(0, positions[0] - window + 1) // LIMITS.page_size
+                assert seen.lengths[one] == positions[-1] + 1 - first * LIMITS.page_size
+                expected = [local[page] for page in range(first, positions[-1] // LIMITS.page_size + 1)]
+                assert seen.block_table[one, : len(expected)].tolist() == expected
+                for token, position in zip(tokens, positions, strict=True):
+                    assert seen.page_ids[token] == local[position // LIMITS.page_size]
+                    assert in_all or batch.page_ids[token] == row.pages[position // LIMITS.page_size]

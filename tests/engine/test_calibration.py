@@ -30,6 +30,7 @@ COST = FittedCost(
     [
         *(LIMITS, make_limits(), make_limits(max_seqs=1, num_pages=8), make_limits(num_pages=2, max_context=9)),
         make_limits(num_pages=40, max_context=400, window=10),
+        make_limits(num_pages=400, max_context=400, local_pages=24, local_window=10),
     ],
 )
 @pytest.mark.parametrize("points_of", [thorough_points, quick_points])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.host.admission import Admission, output_limit
-from jaxserve.plan import MIN_WINDOW, RunnerLimits
+from jaxserve.plan import MIN_WINDOW, RunnerLimits, enough_local_pages
 from jaxserve.request import Request, SamplingParams
 from tests.host.driver import Driver, make_limits, make_request, output_of
 from tests.host.test_scheduler_machine import SchedulerMachine, first_page_seen, most_pages_seen
@@ -123,19 +123,20 @@ def test_the_next_turn_needs_the_last_window_only() -> None:
     assert (row.start, row.first_page) == (60, 12)
 
 
-def test_a_prefix_with_a_hole_is_found_behind_it_and_before_it() -> None:
+def test_a_prefix_with_a_hole_is_found_before_it_and_behind_it() -> None:
     driver = windowed(num_pages=16)
-    ask(driver, text(60))  # fifteen pages, of which those before the last window are wanted least
-    ask(driver, (49,) * 36)
-    assert ask(driver, (*text(60), 1)) == 60
+    ask(driver, text(60))  # fifteen pages, the first of which are given back first
+    assert ask(driver, (*text(12), 1, 2)) == 12
+    ask(driver, (49,) * 24)
     tree = driver.scheduler.memory._tree
     assert tree is not None
-    nodes = [node for node in sorted(tree.nodes(), key=lambda node: node.depth) if node.key[0] != 49][:15]
-    there = [node.page is not None for node in nodes]
-    hole = there.index(False)
-    assert 1 < hole < 11
-    assert all(there[12:])
-    assert ask(driver, (*text(hole * 4), 1, 2)) == hole * 4
+    node, there = tree.root(""), []
+    for index in range(15):
+        node = node.children[tree.key(text(60), index)]
+        there.append(node.page is not None)
+    assert there == [True] * 3 + [False] * 5 + [True] * 7
+    assert ask(driver, (*text(12), 3, 4)) == 12
+    assert ask(driver, (*text(60), 1)) == 60
 
 
 def test_the_hole_is_filled_when_it_is_computed_again() -> None:
@@ -178,6 +179,65 @@ def test_what_comes_back_from_the_host_is_the_last_window() -> None:
     assert 0 < driver.runner.num_loads - loaded <= 4
 
 
+# --- local pages beside those of layers that see all --------------------------------------------------------------------
+
+
+def mixed(*, prefixes: bool = True, **changes: int) -> Driver:
+    """As `windowed`, in some layers; with so many local pages as must be."""
+    limits = make_limits(**{"num_pages": 100, "max_context": 400, "max_step_tokens": 8, **changes})
+    limits = dataclasses.replace(limits, local_pages=enough_local_pages(limits, WINDOW), local_window=WINDOW)
+    return Driver(limits, prefixes=prefixes, prefill_chunk=4, eos_token_ids=())
+
+
+def test_there_are_enough_local_pages() -> None:
+    """A row of one token sees 10 positions, in 4 pages at most; 8 more tokens in a step are in 2 pages more."""
+    limits = make_limits(num_pages=100, max_seqs=3, max_step_tokens=8)
+    assert 3 * 4 + 2 <= enough_local_pages(limits, WINDOW) == 3 * 4 + 2
+    assert enough_local_pages(dataclasses.replace(limits, num_pages=5), WINDOW) == 5
+
+
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_long_sequences_hold_few_local_pages(prefixes: bool) -> None:
+    driver = mixed(prefixes=prefixes)
+    for first in range(4):
+        params = SamplingParams(temperature=0.0, max_tokens=30)
+        driver.scheduler.add(Request(request_id=str(first), prompt=text(70, first), params=params))
+    driver.run()
+    assert driver.scheduler.num_preemptions == 0
+    assert driver.runner.max_pages_used > 70
+    assert driver.runner.max_local_used <= driver.limits.local_pages == 18
+    assert driver.scheduler.num_free_pages == 100
+
+
+def test_a_prefix_is_found_where_both_pools_have_it() -> None:
+    driver = mixed()
+    assert ask(driver, text(60)) == 0
+    assert ask(driver, (*text(60), 1)) == 60
+    row = driver.runner.last_plan.rows[0]
+    assert (row.start, row.first_page, row.first_local_page, len(row.local_pages)) == (60, 0, 12, 4)
+    for first in range(1, 10):  # local pages are fewer, and are wanted for other prefixes
+        ask(driver, (first,) * 24)
+    assert ask(driver, (*text(60), 2)) < 60
+    assert ask(driver, (*text(60), 3)) == 60, "they are there again"
+
+
+def test_after_a_failure_no_local_page_is_known() -> None:
+    driver = mixed()
+    ask(driver, text(60))
+    driver.add("b", 4)
+    driver.plan()
+    driver.in_flight.clear()
+    driver.runner.forget()
+    driver.scheduler.fail_in_flight()
+    driver.scheduler.check_integrity()
+    assert ask(driver, text(60)) == 0
+
+
+def test_no_prefix_is_pinned_beside_local_pages() -> None:
+    with pytest.raises(ConfigError, match="no prefix can be pinned"):
+        mixed().scheduler.pin(text(40))
+
+
 # --- random traffic ---------------------------------------------------------------------------------------------------
 
 
@@ -190,5 +250,17 @@ class WindowedMachine(SchedulerMachine):
         return dataclasses.replace(limits, window=window, max_context=max_context), prefixes
 
 
+class LocalMachine(SchedulerMachine):
+    """Random traffic with local pages beside the others, as few as must be."""
+
+    def choose(self, limits: RunnerLimits, prefixes: bool) -> tuple[RunnerLimits, bool]:
+        window = MIN_WINDOW + (limits.vocab_size + limits.max_seqs) % 7
+        limits = dataclasses.replace(limits, num_pages=limits.num_pages * 3, max_context=min(240, 3 * limits.max_context))
+        local_pages = enough_local_pages(limits, window)
+        return dataclasses.replace(limits, host_pages=0, local_pages=local_pages, local_window=window), prefixes
+
+
+TestLocalMachine = pytest.mark.slow(LocalMachine.TestCase)
+TestLocalMachine.settings = settings(stateful_step_count=100)
 TestWindowedMachine = pytest.mark.slow(WindowedMachine.TestCase)
 TestWindowedMachine.settings = settings(stateful_step_count=100)
