@@ -98,6 +98,7 @@ class HfConfig:
 
     def rope_of(self, layer_type: str) -> Mapping[str, Any]:
         """What `rope_parameters` has for layers of a type, under its name; {} for nothing."""
+        self.heeded.add(f"rope_parameters.{layer_type}")
         value = self._rope("rope_parameters").get(layer_type) or {}
         if not isinstance(value, Mapping):
             raise self.error("rope_parameters", f"an object with an object {layer_type}")
@@ -191,6 +192,8 @@ class HfConfig:
         """How `rope`, by default that of the whole model, stretches frequencies; None for not at all."""
         rope = self.rope if rope is None else rope
         kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "yarn" and rope.get("llama_4_scaling_beta"):
+            raise ConfigError(f"{self.where}: llama_4_scaling_beta needs rope scaling yarn, found {kind!r}")
         if kind == "default":
             return None
         if kind == "su":

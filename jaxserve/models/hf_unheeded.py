@@ -5,6 +5,7 @@ Owns the list. What a family heeds is known from what it read; most other keys a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import ConfigError
@@ -77,9 +78,11 @@ def refuse_unheeded(config: HfConfig, family: str) -> None:
     Raises:
         ConfigError: naming the keys.
     """
-    unheeded = [key for key in NEUTRAL if key in config.values and key not in config.heeded and not _is_neutral(config, key)]
+    asked_for = {key: config.values[key] for key in NEUTRAL if key in config.values and not _is_neutral(config, key)}
+    asked_for |= {f"rope_parameters.{key}": value for key, value in config.rope.items() if isinstance(value, Mapping)}
+    unheeded = sorted(asked_for.keys() - config.heeded)
     if unheeded:
-        asked = ", ".join(f"{key} = {config.values[key]!r:.80}" for key in unheeded)
+        asked = ", ".join(f"{key} = {asked_for[key]!r:.80}" for key in unheeded)
         raise ConfigError(
             f"{config.where}: {asked}: not supported with the family {family}, and would change what it computes"
         )

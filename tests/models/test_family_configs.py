@@ -68,12 +68,23 @@ def test_heeded_keys_are_not_refused() -> None:
         ({"rope_type": "mrope", "mrope_section": [1, 2, 1]}, "rope scaling 'mrope' is not supported"),
         ({"rope_type": "yarn", "factor": 2.0, "attn_factor": 1.5}, "attn_factor in rope scaling yarn is not supported"),
         ({"rope_type": "linear"}, "'factor'"),
+        (
+            {"rope_type": "default", "llama_4_scaling_beta": 0.1},
+            "llama_4_scaling_beta needs rope scaling yarn, found 'default'",
+        ),
         (LONG_ROPE | {"long_factor": [2.0] * 3}, r"a short and a long factor for each of 4 pairs, found \(4, 3\)"),
     ],
 )
 def test_scaling_that_we_have_not_is_refused(rope: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read("llama", rope_scaling=rope)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "mistral"])
+def test_rotary_settings_of_kinds_of_layers_are_refused_where_all_are_alike(model_type: str) -> None:
+    rope = {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}
+    with pytest.raises(ConfigError, match=r"rope_parameters\.full_attention = .*, rope_parameters\.sliding_attention = "):
+        read(model_type, rope_parameters=rope)
 
 
 def test_a_window_with_scaled_positions_is_refused() -> None:
