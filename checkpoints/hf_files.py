@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpoints.checkpoint import AddedToken, CheckpointError, TokenizerFiles
 from checkpoints.files import naming, parse_json_object, read_json_object, read_text
+from checkpoints.hf_added_tokens import read_added_tokens
 from checkpoints.ranks import is_tiktoken, read_tekken, read_tiktoken
 from checkpoints.sentencepiece_model import read_sentencepiece
 
@@ -107,7 +108,7 @@ def read_tokenizer(directory: Path) -> TokenizerFiles | None:
 def _read_vocabulary(directory: Path, settings: Mapping[str, Any], settings_path: Path) -> TokenizerFiles | None:
     """What ids mean; BOS and whether it is added as far as that file says."""
     if (path := directory / "tokenizer.json").is_file():
-        text = read_text(path)
+        text = read_text(path).removeprefix("\ufeff")
         bos = _token(settings, "bos_token", settings_path)
         spec = parse_json_object(text, str(path))
         return TokenizerFiles(tokenizer_json=text, add_bos=bos is not None and _starts_with_special(spec, bos))
@@ -123,30 +124,11 @@ def _read_vocabulary(directory: Path, settings: Mapping[str, Any], settings_path
 def _read_model(path: Path, settings: Mapping[str, Any], settings_path: Path) -> TokenizerFiles:
     with naming(path):
         data = path.read_bytes()
-    added = _added_tokens(settings, settings_path)
+    added = read_added_tokens(path.parent, settings, settings_path)
     # Llama 3 and others have ranks under the name that was SentencePiece's.
     if path.suffix == ".tiktoken" or is_tiktoken(data):
         return read_tiktoken(data, added, where=str(path))
     return read_sentencepiece(data, added, prefix_each=settings.get("legacy") is not False, where=str(path))
-
-
-def _added_tokens(settings: Mapping[str, Any], path: Path) -> tuple[AddedToken, ...]:
-    """The tokens of `added_tokens_decoder`, by id."""
-    table = settings.get("added_tokens_decoder") or {}
-    if not isinstance(table, Mapping):
-        raise CheckpointError(f"{path}: added_tokens_decoder must be an object, found {table!r}")
-    tokens = [_added_token(key, entry, f"{path}: added_tokens_decoder[{key!r}]") for key, entry in table.items()]
-    return tuple(sorted(tokens, key=lambda token: token.token_id))
-
-
-def _added_token(key: str, entry: Any, where: str) -> AddedToken:
-    content = entry.get("content") if isinstance(entry, Mapping) else None
-    if not key.isdecimal() or not isinstance(content, str) or not content:
-        raise CheckpointError(f"{where} must be an id with an object that has 'content', found {entry!r}")
-    if entry.get("single_word"):
-        raise CheckpointError(f"{where}: single_word is not supported; convert the tokenizer to a tokenizer.json")
-    flags = {name: bool(entry.get(name)) for name in ("special", "lstrip", "rstrip")}
-    return AddedToken(token_id=int(key), content=content, **flags)
 
 
 def _token(settings: Mapping[str, Any], key: str, path: Path, default: str | None = None) -> str | None:
@@ -218,7 +200,7 @@ def write_tokenizer(directory: Path, tokenizer: TokenizerFiles | None) -> None:
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.add_bos}
     if tokenizer.sentencepiece is not None:
         (directory / "tokenizer.model").write_bytes(tokenizer.sentencepiece)
-        settings |= {"tokenizer_class": "LlamaTokenizer", "legacy": tokenizer.prefix_each}
+        settings["legacy"] = tokenizer.prefix_each
         settings["added_tokens_decoder"] = {str(token.token_id): _entry(token) for token in tokenizer.added_tokens}
     if tokenizer.chat_template is not None:
         (directory / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8", newline="")

@@ -151,6 +151,28 @@ def test_other_added_tokens_are_refused(tmp_path: Path, settings: Any, message: 
         read_tokenizer(tmp_path)
 
 
+def test_added_tokens_may_be_in_a_file_of_their_own_as_they_were_once(tmp_path: Path) -> None:
+    shutil.copy(MODELS / "llama.model", tmp_path / "tokenizer.model")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 341, "<|im_start|>": 340, "<call>": 342}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"additional_special_tokens": ["<|im_start|>"]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    found = read_tokenizer(tmp_path)
+    assert found is not None
+    assert found.eos_token == "<|im_end|>"
+    assert found.added_tokens == (
+        AddedToken(token_id=340, content="<|im_start|>", special=True),
+        AddedToken(token_id=341, content="<|im_end|>", special=True),
+        AddedToken(token_id=342, content="<call>"),
+    )
+    (tmp_path / "added_tokens.json").write_text('{"<call>": "x"}')
+    with pytest.raises(CheckpointError, match=r"added_tokens\.json: '<call>' must have an id, found 'x'"):
+        read_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_json_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    assert read(tmp_path, None, None, tokenizer__json="\ufeff{}").tokenizer_json == "{}"
+
+
 @pytest.mark.parametrize("model", [b"\x00\xff", b"", b"{}", b"version https://git-lfs", b"\x0a\xff\x01"])
 def test_what_is_no_sentencepiece_model_is_named(tmp_path: Path, model: bytes) -> None:
     (tmp_path / "tokenizer.model").write_bytes(model)
