@@ -209,7 +209,8 @@ class EngineConfig:
         prefill_chunk: prompt tokens of one sequence in a step at most.
         max_context: prompt plus output tokens of a sequence; 0 takes the model's, at most 8,192.
         page_size: tokens per KV page.
-        num_pages: pages in the pool; 0 sizes the pool from `kv_memory`.
+        num_pages: pages in the pool; 0 sizes the pool from `kv_memory`. Where only some layers have a window, in the pool of
+            the others: how many more those with a window take follows from it, and `kv_memory` is for both.
         kv_memory: bytes for the KV pool, when `num_pages` is 0; 0 takes half of what is free, at most what
             `max_seqs` sequences of `max_context` can use.
         host_kv_memory: bytes of host memory for KV pages that make room for others in the pool: they come back by a copy where

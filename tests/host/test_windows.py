@@ -260,7 +260,7 @@ class LocalMachine(SchedulerMachine):
         return dataclasses.replace(limits, host_pages=0, local_pages=local_pages, local_window=window), prefixes
 
 
-TestLocalMachine = pytest.mark.slow(LocalMachine.TestCase)
-TestLocalMachine.settings = settings(stateful_step_count=100)
 TestWindowedMachine = pytest.mark.slow(WindowedMachine.TestCase)
-TestWindowedMachine.settings = settings(stateful_step_count=100)
+TestLocalMachine = pytest.mark.slow(LocalMachine.TestCase)
+# Few examples of each, since the machine without windows has many.
+TestWindowedMachine.settings = TestLocalMachine.settings = settings(stateful_step_count=100, max_examples=30)
