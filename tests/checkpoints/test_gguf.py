@@ -197,6 +197,7 @@ REFUSED: dict[str, tuple[Callable[[gguf.GGUFWriter], None], str]] = {
     "two head sizes": (lambda w: w.add_value_length(32), r"llama\.attention\.value_length .* found 32"),
     "clamped projections": (lambda w: w.add_clamp_kqv(8.0), r"llama\.attention\.clamp_kqv must be 0\.0: .*found 8\.0"),
     "a cap that Llama has not": (lambda w: w.add_final_logit_softcapping(30.0), r"llama\.final_logit_softcapping must be 0"),
+    "one of several files": (lambda w: w.add_uint16("split.count", 3), r"is one of 3 files of a model; join them first"),
     "a key nobody knows": (lambda w: w.add_uint32("llama.twist", 3), r"llama\.twist must be absent: .* found 3"),
     "heads": (lambda w: w.add_string("tokenizer.ggml.bos_token_id", "x"), r"bos_token_id must be an integer"),
 }
