@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,7 @@ from checkpoints.checkpoint import Checkpoint, CheckpointBase, CheckpointError, 
 from checkpoints.hf_files import read_config, read_tokenizer
 from checkpoints.sources import HUB_PREFIX, describe_from_hub
 from checkpoints.text_part import text_part
-from jaxserve.config import ModelConfig
+from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.device.abstract import pool_shape
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.families import FAMILIES, model_config_from_hf
@@ -32,7 +31,7 @@ from pallas_kernels.aot import TARGETS
 from pallas_kernels.paged_attention.choose import Shape, choose
 
 GIB = 2**30
-PAGE_SIZE = 64
+PAGE_SIZE = EngineConfig().page_size
 USABLE = 0.9
 """Of a device's memory: the rest is for programs, activations and what the platform keeps."""
 FIRST_CONTEXT = 2048
@@ -45,7 +44,7 @@ class Chip:
     """A kind of device.
 
     Attributes:
-        memory: bytes of one JAX device.
+        memory: bytes of one JAX device; of the CPU, which is one machine however many devices it plays, of all together.
     """
 
     name: str
@@ -203,7 +202,7 @@ def _specs(config: ModelConfig) -> Iterator[ParamSpec]:
 
 def _active(spec: ParamSpec, config: ModelConfig) -> int:
     """Parameters that one token meets: of stacked experts, those that it is sent to."""
-    experts: Any = getattr(config, "experts", None)
+    experts = config.experts
     count = math.prod(spec.shape)
     if experts is None or spec.axes[:1] != ("experts",) or len(spec.shape) < 3:
         return count
@@ -237,7 +236,8 @@ def fit(config: ModelConfig, chip: Chip, num_devices: int, *, dtype: str = "auto
     weight_bytes = sum(_bytes_of_device(spec, mesh, weights_in) for spec in _specs(config))
     impl = _attention(config, chip, num_devices, weights_in, kv_in)
     page_bytes = config.num_layers * math.prod(pool_shape(config, 1, PAGE_SIZE, mesh, impl)) * kv_in.itemsize
-    kv_bytes = max(0, int(chip.memory * USABLE) - weight_bytes) * num_devices
+    num_memories = 1 if chip.platform == "cpu" else num_devices
+    kv_bytes = max(0, int(chip.memory * USABLE) * num_memories - weight_bytes * num_devices)
     pages = kv_bytes // page_bytes
     return Fit(
         chip=chip.name,
@@ -263,7 +263,8 @@ def fits(
     """Where a model fits: on some numbers of `chip`, else on the fewest of each of `chips`; or on `num_devices` of them."""
     named = {name: CHIPS[name] if name in CHIPS else this_computer() for name in chips}
     if chip is not None:
-        numbers = FEW if num_devices is None else (num_devices,)
+        few = (1,) if chip == "cpu" else FEW
+        numbers = few if num_devices is None else (num_devices,)
         return [fit(config, named[chip], number, dtype=dtype, kv_dtype=kv_dtype) for number in numbers]
     if num_devices is not None:
         return [fit(config, each, num_devices, dtype=dtype, kv_dtype=kv_dtype) for each in named.values()]
@@ -275,9 +276,9 @@ def smallest_fit(config: ModelConfig, chip: Chip, *, dtype: str = "auto", kv_dty
     num_devices = 1
     while True:
         found = fit(config, chip, num_devices, dtype=dtype, kv_dtype=kv_dtype)
-        if min(contexts_of(config)) in found.sequences and found.sequences[min(contexts_of(config))] > 0:
+        if found.sequences[contexts_of(config)[0]]:
             return found
-        if num_devices >= MAX_DEVICES:
+        if num_devices >= MAX_DEVICES or chip.platform == "cpu":
             return found
         num_devices *= 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from jaxserve.config import ModelConfig
 from jaxserve.inspect_model import USABLE, Fit, Inspection
@@ -35,16 +34,18 @@ def describe(found: Inspection) -> str:
 
 
 def _layers(config: ModelConfig) -> str:
-    experts: Any = getattr(config, "experts", None)
+    experts = config.experts
     mlp = f"MLP {config.intermediate_size:,}"
     if experts is not None:
         mlp = f"{experts.num} experts of {experts.width:,}, {experts.per_token} for each token"
+        mlp += f" and a shared one of {experts.shared_width:,}" if experts.shared_width else ""
     return f"{config.num_layers}, hidden {config.hidden_size:,}, {mlp}"
 
 
 def _attention(config: ModelConfig) -> str:
     windowed = sum(config.windowed)
-    heads = f"{config.num_heads} heads over {config.num_kv_heads} KV heads of {config.head_dim}"
+    of_kv = f"{config.num_kv_heads} KV head" + "s" * (config.num_kv_heads > 1)
+    heads = f"{config.num_heads} heads over {of_kv} of {config.head_dim}"
     return heads + (f"; {windowed} of {config.num_layers} layers see {config.window:,} tokens" if windowed else "")
 
 
@@ -66,6 +67,8 @@ def _kv(config: ModelConfig) -> str:
     windowed = sum(config.windowed)
     if not windowed:
         return text
+    if windowed == config.num_layers:
+        return f"{text}, of the newest {config.window:,} tokens alone"
     return f"{text}, {size(2 * windowed * of_layer)} of it in layers that look back {config.window:,} tokens"
 
 

@@ -19,7 +19,7 @@ from checkpoints.convert import convert
 from jaxserve.__main__ import DEVICES, main
 from jaxserve.device.build import _weight_bytes
 from jaxserve.device.runner import page_bytes
-from jaxserve.inspect_model import CHIPS, fit, inspect, layer_pages, this_computer
+from jaxserve.inspect_model import CHIPS, fit, inspect, layer_pages, smallest_fit, this_computer
 from jaxserve.inspect_report import count, size
 from jaxserve.models.families import model_config_from_hf
 from jaxserve.models.sharding import make_mesh
@@ -54,6 +54,26 @@ def test_eight_bits_hold_twice_as_much_and_a_large_model_does_not_fit() -> None:
     found = fit(huge, CHIPS["h100"], 1)
     assert not found.holds_weights
     assert set(found.sequences.values()) == {0}
+
+
+def test_a_sequence_holds_no_more_than_the_widest_window() -> None:
+    mistral = TIED | {"architectures": ["MistralForCausalLM"], "sliding_window": 1024, "max_position_embeddings": 32_768}
+    assert len(set(fit(model_config_from_hf(mistral), CHIPS["h100"], 1).sequences.values())) == 1
+
+
+def test_of_experts_a_token_meets_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    hub_of(TIED | sizes | {"architectures": ["Qwen3MoeForCausalLM"]}, tmp_path, monkeypatch)
+    found = inspect("hf:org/name")
+    of_expert = 3 * 64 * CONFIG["hidden_size"]  # type: ignore[operator]
+    assert found.parameters - found.active_parameters == 2 * 6 * of_expert
+
+
+def test_devices_of_a_cpu_share_its_memory() -> None:
+    config = model_config_from_hf(TIED)
+    one, four = (fit(config, this_computer(), number) for number in (1, 4))
+    assert four.kv_bytes <= one.kv_bytes
+    assert smallest_fit(model_config_from_hf(TIED | {"hidden_size": 2**17, "head_dim": 64}), this_computer()).devices == 1
 
 
 @pytest.mark.parametrize("form", ["GGUF", "safetensors", pytest.param("Orbax", marks=pytest.mark.slow)])
