@@ -155,7 +155,8 @@ def _with_local_pages(
     engine: EngineConfig, model_config: ModelConfig, limits: RunnerLimits, usable: int, memory: int, bytes_per_page: int
 ) -> RunnerLimits:
     """`limits` with a pool for the layers with a window, where others see all, and pages for the others from what memory that
-    leaves; as they are where it would leave less than it takes."""
+    leaves. What these cannot use is for more of the first, which keep prefixes. As they are, for all layers, where memory
+    suffices for as many of the first as of the others, or for less than sequences that run may hold."""
     num_local = sum(model_config.layer_window(layer) is not None for layer in range(model_config.num_layers))
     if limits.window is not None or not num_local or model_config.window is None:
         return limits
@@ -164,7 +165,9 @@ def _with_local_pages(
     pages = engine.num_pages
     if not pages:
         local_bytes = bytes_per_page // model_config.num_layers * num_local
-        pages = min(usable, (memory - local_pages * local_bytes) // (bytes_per_page - local_bytes))
+        other_bytes = bytes_per_page - local_bytes
+        pages = min(usable, (memory - local_pages * local_bytes) // other_bytes)
+        local_pages = max(local_pages, (memory - pages * other_bytes) // local_bytes)
     if pages <= local_pages:
         return limits
     return replace(limits, num_pages=pages, local_pages=local_pages, local_window=window)
