@@ -7,7 +7,7 @@ Encodes no text, which is the library's business.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpoints.checkpoint import AddedToken, CheckpointError, TokenizerFiles
@@ -37,12 +37,14 @@ class ModelSettings:
     Attributes:
         bos_token, eos_token: None where it has none.
         keeps_characters: nothing is normalised but spaces that become marks.
+        dummy_prefix: a space goes before every text.
         marks_suffix: words end with the mark of a space, and do not begin with it.
     """
 
     bos_token: str | None
     eos_token: str | None
     keeps_characters: bool
+    dummy_prefix: bool
     marks_suffix: bool
 
 
@@ -54,7 +56,9 @@ def read_sentencepiece(model: bytes, added_tokens: tuple[AddedToken, ...], *, pr
     """
     try:
         settings = read_settings(model)
-        model = hide_pieces(model, {token.token_id for token in added_tokens})
+        pieces = _read_pieces(model, {token.token_id for token in added_tokens})
+        added_tokens = tuple(token for token in added_tokens if not _is_model_s_own(token, pieces, settings))
+        model = _hide_pieces(model, [pieces[token.token_id] for token in added_tokens if token.token_id in pieces])
     except (ValueError, IndexError) as error:
         raise CheckpointError(f"{where}: not a SentencePiece model: {error}") from error
     if settings.marks_suffix:
@@ -69,13 +73,21 @@ def read_sentencepiece(model: bytes, added_tokens: tuple[AddedToken, ...], *, pr
     )
 
 
+def _is_model_s_own(token: AddedToken, pieces: Mapping[int, _Piece], settings: ModelSettings) -> bool:
+    """Whether the model finds this token itself, as it was trained to: as raw text, marks of spaces would never be found."""
+    piece = pieces.get(token.token_id)
+    if piece is None or piece.text != token.content or token.special or token.lstrip or token.rstrip:
+        return False
+    return SPACE in piece.text or (piece.kind == USER_DEFINED and not settings.dummy_prefix)
+
+
 def read_settings(model: bytes) -> ModelSettings:
     """Read a serialised model's settings.
 
     Raises:
         ValueError: the bytes are no SentencePiece model.
     """
-    rest = _after_pieces(model)
+    rest = max((end for _, end in _piece_spans(model)), default=0)
     if not rest:
         raise ValueError("it has no pieces")
     parts = list(_fields(model, rest))
@@ -85,41 +97,52 @@ def read_settings(model: bytes) -> ModelSettings:
         bos_token=_token(trainer, _BOS_ID, 1, _BOS_PIECE, b"<s>"),
         eos_token=_token(trainer, _EOS_ID, 2, _EOS_PIECE, b"</s>"),
         keeps_characters=keeps,
+        dummy_prefix=bool(normalizer.get(_DUMMY_PREFIX, 1)),
         marks_suffix=bool(trainer.get(_SUFFIX, 0)),
     )
 
 
 def _token(trainer: dict[int, Value], id_field: int, default_id: int, field: int, default: bytes) -> str | None:
     token_id, piece = trainer.get(id_field, default_id), trainer.get(field, default)
-    assert isinstance(token_id, int)
+    if not isinstance(token_id, int):
+        raise ValueError(f"{default!r} has no id")
     # -1, which the wire has as an unsigned number of 64 bits, is none.
     return piece.decode() if isinstance(piece, bytes) and 0 <= token_id < 1 << 31 else None
 
 
-def hide_pieces(model: bytes, token_ids: Collection[int]) -> bytes:
-    """The model with these pieces as control symbols, so that no text is encoded as one; the unknown piece stays.
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A piece, and where its field is in the serialised model."""
 
-    Raises:
-        ValueError: the bytes are no SentencePiece model.
-    """
-    if not token_ids:
-        return model
-    parts, token_id = [], 0
-    for number, value, raw in _fields(model):
-        if number == _PIECES:
-            if token_id in token_ids and isinstance(value, bytes):
-                raw = _hidden(value) or raw
-            token_id += 1
-        parts.append(raw)
-    return b"".join(parts)
+    text: str
+    kind: int
+    start: int
+    end: int
 
 
-def _hidden(piece: bytes) -> bytes | None:
-    kind = next((value for number, value, _ in _fields(piece) if number == _KIND), NORMAL)
-    if kind not in (NORMAL, USER_DEFINED, UNUSED):
-        return None
-    rest = b"".join(raw for number, _, raw in _fields(piece) if number != _KIND)
-    return _bytes_field(_PIECES, rest + _varint_field(_KIND, CONTROL))
+def _read_pieces(model: bytes, token_ids: Collection[int]) -> dict[int, _Piece]:
+    """These pieces, as far as the model has them."""
+    pieces: dict[int, _Piece] = {}
+    for token_id, (start, end) in enumerate(_piece_spans(model) if token_ids else ()):
+        if token_id in token_ids:
+            _, value, _ = next(_fields(model[start:end]))
+            fields = {number: found for number, found, _ in _fields(value)} if isinstance(value, bytes) else {}
+            text, kind = fields.get(_PIECE, b""), fields.get(_KIND, NORMAL)
+            if not isinstance(text, bytes) or not isinstance(kind, int):
+                raise ValueError(f"piece {token_id} is no text and kind")
+            pieces[token_id] = _Piece(text.decode(), kind, start, end)
+    return pieces
+
+
+def _hide_pieces(model: bytes, pieces: list[_Piece]) -> bytes:
+    """The model with these pieces as control symbols, so that no text is encoded as one; unknown and byte pieces stay."""
+    parts, position = [], 0
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if piece.kind not in (NORMAL, USER_DEFINED, UNUSED):
+            continue
+        parts += [model[position : piece.start], _bytes_field(_PIECES, _serialised(piece.text.encode(), bytes(4), CONTROL))]
+        position = piece.end
+    return b"".join([*parts, model[position:]])
 
 
 def build_bpe_model(
@@ -139,7 +162,7 @@ def build_bpe_model(
     """
     packed = struct.pack(f"<{len(scores)}f", *scores)
     written = [
-        _piece(piece.encode(), packed[4 * token_id : 4 * token_id + 4], kind)
+        _piece_field(piece.encode(), packed[4 * token_id : 4 * token_id + 4], kind)
         for token_id, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))
     ]
     trainer = [
@@ -159,12 +182,15 @@ def build_bpe_model(
     return b"".join([*written, _bytes_field(_TRAINER, b"".join(trainer)), _bytes_field(_NORMALIZER, b"".join(normalizer))])
 
 
-def _piece(text: bytes, score: bytes, kind: int) -> bytes:
+def _piece_field(text: bytes, score: bytes, kind: int) -> bytes:
     if len(text) < 0x78:
         # There are hundreds of thousands, and nearly all are so short that every length is one byte.
         return b"\x0a%c\x0a%c%b\x15%b\x18%c" % (len(text) + 9, len(text), text, score, kind)
-    tag = _varint(_SCORE << 3 | _FIXED32)
-    return _bytes_field(_PIECES, _bytes_field(_PIECE, text) + tag + score + _varint_field(_KIND, kind))
+    return _bytes_field(_PIECES, _serialised(text, score, kind))
+
+
+def _serialised(text: bytes, score: bytes, kind: int) -> bytes:
+    return _bytes_field(_PIECE, text) + _varint(_SCORE << 3 | _FIXED32) + score + _varint_field(_KIND, kind)
 
 
 def _named(id_field: int, piece_field: int, token_id: int | None, pieces: Sequence[str]) -> list[bytes]:
@@ -179,16 +205,16 @@ def _merged(parts: list[tuple[int, Value, bytes]], number: int) -> dict[int, Val
     return {field: value for field, value, _ in _fields(whole)}
 
 
-def _after_pieces(model: bytes) -> int:
-    """Where the pieces that a model begins with end; there are too many to look at one by one."""
+def _piece_spans(model: bytes) -> Iterator[tuple[int, int]]:
+    """Where each piece's field begins and ends; a model begins with them, and they are too many to read them all."""
     position, size = 0, len(model)
     while position + 1 < size and model[position] == _PIECES << 3 | _LENGTH:
-        length = model[position + 1]
+        start, length = position, model[position + 1]
         position += 2
         if length & 0x80:
-            length, position = _read_varint(model, position - 1)
+            length, position = _read_varint(model, start + 1)
         position += length
-    return position
+        yield start, position
 
 
 def _fields(message: bytes, start: int = 0) -> Iterator[tuple[int, Value, bytes]]:

@@ -142,6 +142,16 @@ def test_added_tokens_come_before_pieces_and_may_take_spaces(tmp_path: Path) -> 
     assert ours.token_bytes(344) == b""
 
 
+def test_user_defined_pieces_that_settings_list_stay_the_model_s(tmp_path: Path) -> None:
+    listed = ("<turn>", "\n", "\n\n", "\u2581\u2581", "\u2581\u2581\u2581", "\t")
+    table = {str(3 + i): {"content": content, "special": content == "<turn>"} for i, content in enumerate(listed)}
+    ours, library = load(tmp_path, "gemma", {"added_tokens_decoder": table}), pair("gemma")[1]
+    for text in ("the   engine  the\n\n\n\tin", "     ", "\n   the"):
+        assert ours.encode_plain(text) == library.encode(text)
+    assert 3 not in ours.encode_plain("<turn>the")
+    assert ours.encode("<turn>the", add_special_tokens=False) == library.encode("<turn>the")
+
+
 def test_conversations_use_the_template_of_the_directory_and_its_control_tokens(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}<tool>{{ m.content }}<|end|>\n{% endfor %}"
     ours = load(tmp_path, "llama", {"added_tokens_decoder": ADDED, "chat_template": template})
