@@ -34,9 +34,11 @@ infinities, division and functions exact unless told otherwise, lets LLVM reorde
 _ONEDNN: Options = {
     **_CPU,
     "xla_cpu_use_onednn": True,
-    "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT",
+    "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
 }
+"""oneDNN computes products and nothing after them: a product with two sums after it, such as a bias and the residual, comes
+out wrong when it is one call (jaxlib 0.12), and with one sum it is no faster."""
 
 
 def step_options(bucket: Bucket) -> Options:
