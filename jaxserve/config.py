@@ -224,6 +224,9 @@ class EngineConfig:
         eviction: which cached pages go first: "lru", those idle for longest, or "cost", which also keeps what is used often or
             costs most to compute again.
         pin_prefix: file with the text of a system prompt whose pages are computed at start-up and never given up; "" for none.
+        max_adapters: LoRA adapters that can be loaded at once; 0 for none. With any, start-up compiles each step twice.
+        max_adapter_rank: largest rank of one; memory is taken for `max_adapters` of that rank.
+        adapter: a LoRA adapter to load at start-up, as NAME=PATH of a PEFT directory; give it once for each.
         overlap: dispatch step n+1 before the tokens of step n are read.
         slo_itl_ms: milliseconds between two tokens of a sequence: prompts are cut into chunks that keep it for sequences
             that decode meanwhile; 0 for no target.
@@ -247,6 +250,9 @@ class EngineConfig:
     prefix_cache: bool = True
     eviction: str = "lru"
     pin_prefix: str = ""
+    max_adapters: int = 0
+    max_adapter_rank: int = 16
+    adapter: tuple[str, ...] = ()
     overlap: bool = True
     slo_itl_ms: float = 0.0
     step_cost: str = ""
@@ -261,16 +267,16 @@ class EngineConfig:
             raise ConfigError(f"attention must be auto, xla, tpu, gpu or reference, found {self.attention!r}")
         if self.eviction not in ("lru", "cost"):
             raise ConfigError(f"eviction must be lru or cost, found {self.eviction!r}")
-        for name in ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel", "expert_parallel"):
+        at_least_one = ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel", "expert_parallel")
+        for name in (*at_least_one, "max_adapter_rank"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("max_context", "num_pages", "kv_memory", "host_kv_memory", "slo_itl_ms"):
+        for name in ("max_context", "num_pages", "kv_memory", "host_kv_memory", "slo_itl_ms", "max_adapters"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, found {getattr(self, name)}")
-        if self.host_kv_memory and not self.prefix_cache:
-            raise ConfigError(f"host_kv_memory ({self.host_kv_memory}) needs prefix_cache, which is off")
-        if self.pin_prefix and not self.prefix_cache:
-            raise ConfigError(f"pin_prefix ({self.pin_prefix}) needs prefix_cache, which is off")
+        for name in ("host_kv_memory", "pin_prefix"):
+            if getattr(self, name) and not self.prefix_cache:
+                raise ConfigError(f"{name} ({getattr(self, name)}) needs prefix_cache, which is off")
         if self.max_step_tokens < self.max_seqs:
             raise ConfigError(
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_seqs ({self.max_seqs}), "
@@ -288,6 +294,7 @@ class HttpConfig:
         served_model_name: the model's name in requests and answers; "" takes the model's own.
         state_dir: folder for what /v1/files and /v1/batches keep, which outlives the server; one server at a time has it; ""
             takes one for each port in the user's state folder.
+        adapter_dir: folder of the LoRA adapters that POST /v1/load_lora_adapter may load; "" refuses all.
         max_file_bytes: larger files are answered 413.
         certfile: PEM file of a certificate and its chain, to serve TLS; "" serves plain HTTP.
         keyfile: PEM file of its private key; "" if `certfile` has it too.
@@ -311,7 +318,7 @@ class HttpConfig:
             no target. Batch requests are exempt.
         api_key: what clients must send as a bearer token; "" serves anyone.
         api_keys_file: TOML file of API keys with labels, weights and priorities; see the README.
-        admin_key: bearer token for DELETE /v1/cache, beside API keys with admin = true; "" for none.
+        admin_key: bearer token for DELETE /v1/cache and for loading adapters, beside API keys with admin = true; "" for none.
         chat_template: file with a chat template to use instead of the model's own; "" for the model's.
         tool_format: how the model writes calls of functions: hermes, llama3, mistral, mistral-args, gemma, functiongemma or
             none; auto takes what its chat template shows.
@@ -338,6 +345,7 @@ class HttpConfig:
     api_keys_file: str = ""
     admin_key: str = field(default="", repr=False)
     state_dir: str = ""
+    adapter_dir: str = ""
     max_file_bytes: int = 200 * 1024 * 1024
     certfile: str = ""
     keyfile: str = ""
@@ -375,13 +383,6 @@ class HttpConfig:
         for name, least in (("max_queue_requests", 1), ("max_header_bytes", 1024), ("max_file_bytes", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
-
-
-CHAT_FIELDS = (
-    *("chat_template", "tool_format", "reasoning_format", "special_tokens_in_messages"),
-    "trust_request_chat_template",
-)
-"""Of `HttpConfig`, what says how to chat with the model; offline runs have it too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

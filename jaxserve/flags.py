@@ -1,6 +1,7 @@
 """Command-line flags made from the configuration's dataclasses, and back: TOML file, then flags, then `ServeConfig`.
 
-Owns the spelling of flags and their help, which is each attribute's own documentation. Knows no field by name but `model`.
+Owns the spelling of flags and their help, which is each attribute's own documentation. Knows no field by name but `model`
+and those about chats.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from jaxserve.config import CHAT_FIELDS, EngineConfig, HttpConfig, ServeConfig
+from jaxserve.config import EngineConfig, HttpConfig, ServeConfig
 from jaxserve.errors import ConfigError
 from jaxserve.from_mapping import from_mapping
+
+CHAT_FIELDS = (
+    *("chat_template", "tool_format", "reasoning_format", "special_tokens_in_messages"),
+    "trust_request_chat_template",
+)
+"""Of `HttpConfig`, what says how to chat with the model; offline runs have it too."""
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,11 +19,13 @@ import jax
 
 from checkpoints.checkpoint import Checkpoint, CheckpointError
 from checkpoints.sources import cache_dir
+from jaxserve.adapters import PeftSource
 from jaxserve.config import EngineConfig, HttpConfig, ModelConfig, ServeConfig
 from jaxserve.device.buckets import choose_bucket
 from jaxserve.device.build import build_runner, dtype_of
 from jaxserve.device.compile_counter import num_compiles
 from jaxserve.device.runner import DeviceRunner, Weights
+from jaxserve.engine.adapters import NO_ADAPTERS, AdapterSource, AdapterTable, load_first, named_adapters
 from jaxserve.engine.calibration import build_pacer, find_cost
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.pinning import pin_prefix
@@ -56,6 +59,8 @@ class Engine:
     runner: DeviceRunner
     model_name: str
     model_config: ModelConfig
+    adapters: AdapterTable = NO_ADAPTERS
+    adapter_source: AdapterSource | None = None
 
     @property
     def limits(self) -> RunnerLimits:
@@ -75,6 +80,7 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
         ModelLoadError: weights or tokenizer that cannot be had or read.
     """
     report = progress or (lambda stage, done, total: None)
+    adapters = named_adapters(config.engine)
     _limit_malloc_arenas()
     _enable_compile_cache(config.engine)
     try:
@@ -116,7 +122,12 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
         rules = ChatRules(special_tokens_in_messages=config.http.special_tokens_in_messages)
         pin_prefix(core, tokenizer.with_rules(rules), Path(config.engine.pin_prefix))
     name = config.http.served_model_name or Path(config.model.removeprefix("hf:")).name
-    return Engine(core=core, tokenizer=tokenizer, runner=runner, model_name=name, model_config=model_config)
+    engine = Engine(core=core, tokenizer=tokenizer, runner=runner, model_name=name, model_config=model_config)
+    if not config.engine.max_adapters:
+        return engine
+    source, table = PeftSource(model_config, runner), AdapterTable(config.engine.max_adapters, (name,))
+    load_first(table, source, adapters, int(time.time()))
+    return replace(engine, adapters=table, adapter_source=source)
 
 
 def prefix_tree(engine: EngineConfig, model: ModelConfig) -> PrefixTree | None:
@@ -145,6 +156,8 @@ def serve(config: ServeConfig) -> int:
             tokenizer=engine.tokenizer,
             model_name=engine.model_name,
             num_compiles=num_compiles,
+            adapters=engine.adapters,
+            adapter_source=engine.adapter_source,
         )
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -33,6 +33,7 @@ class PlanRow:
         masked: the row samples, and only among the tokens of a mask that comes later, by `StepHandle.constrain`.
         first_page: pages before those of `pages`, which the sequence has given back: no layer sees them from `start` on.
         local_pages, first_local_page: the same of the pool of local pages, where there is one.
+        adapter: slot of the adapter whose weights its tokens are computed with; -1 for the model's own alone.
     """
 
     seq_id: int
@@ -53,6 +54,7 @@ class PlanRow:
     first_page: int = 0
     local_pages: Sequence[int] = ()
     first_local_page: int = 0
+    adapter: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ class RunnerLimits:
         local_pages: pages of a second pool, for the layers with a window where others see all; 0 where there is none, and all
             layers have theirs in the first. At least `enough_local_pages`.
         local_window: of the layers that have it, as `window`.
+        max_adapters, max_adapter_rank: slots for adapters, and the largest rank that one of them may have.
     """
 
     num_pages: int
@@ -138,6 +141,8 @@ class RunnerLimits:
     window: int | None = None
     local_pages: int = 0
     local_window: int | None = None
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
 
     @property
     def local(self) -> RunnerLimits | None:

@@ -179,6 +179,22 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             _require(0 <= token_id < vocab_size, name, f"token ids from 0 to {vocab_size - 1}", token_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A loaded LoRA adapter.
+
+    Attributes:
+        name: what requests call it.
+        slot: where its weights are on the device.
+        load: number of the load that brought it, from 1: no two of a process have the same, so that what was cached under one
+            is not found by another of the same name or slot.
+    """
+
+    name: str
+    slot: int
+    load: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate.
@@ -195,6 +211,7 @@ class Request:
         cache_salt: whose cached prefixes it may use and add to: those of requests with the same one, and no others.
         embed: whether the final hidden state of its last prompt token is wanted, and no output.
         constraint: what `params` restrict tokens to, compiled; None where they do not. Whoever makes the request compiles it.
+        adapter: whose weights are added to the model's; None for none. Whoever makes the request keeps it loaded meanwhile.
 
     Raises:
         InvalidRequest: a weight that is not above 0, a deadline that is no time, or `embed` with output.
@@ -210,11 +227,17 @@ class Request:
     cache_salt: str = ""
     embed: bool = False
     constraint: Constraint | None = None
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         _require(0.0 < self.weight < math.inf, "weight", "above 0", self.weight)
         _require(self.deadline is None or math.isfinite(self.deadline), "deadline", "a finite time or None", self.deadline)
         _require(not self.embed or self.params.max_tokens == 0, "max_tokens", "0 for an embedding", self.params.max_tokens)
+
+    @property
+    def cache_root(self) -> tuple[str, int]:
+        """What else than tokens its K and V depend on, or are kept apart by: its salt, and its adapter's load, 0 for none."""
+        return self.cache_salt, 0 if self.adapter is None else self.adapter.load
 
 
 @dataclass(frozen=True, slots=True)

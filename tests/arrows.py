@@ -52,6 +52,7 @@ ROOMS: dict[str, Room] = {
 }
 ROOF = (
     "jaxserve.launch",
+    "jaxserve.adapters",
     "jaxserve.weights",
     "jaxserve.vocabulary",
     "jaxserve.__main__",

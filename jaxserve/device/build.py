@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.device.adapters import adapters_bytes
 from jaxserve.device.runner import DeviceRunner, page_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.models.families import FAMILIES
@@ -56,8 +57,11 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
         host_pages=engine.host_kv_memory // bytes_per_page,
         hidden_size=model_config.hidden_size,
         window=window,
+        max_adapters=engine.max_adapters,
+        max_adapter_rank=engine.max_adapter_rank,
     )
-    limits = _size_pools(engine, model_config, limits, mesh, dtype, bytes_per_page)
+    weights = _weight_bytes(model_config, mesh, dtype) + adapters_bytes(model_config, limits, mesh, dtype)
+    limits = _size_pools(engine, model_config, limits, mesh, weights, bytes_per_page)
     logger.info("mesh: %s; %s", dict(mesh.shape), limits)
     experts_impl = choose_experts_impl(model_config, mesh, dtype)
     return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options, experts_impl)
@@ -133,7 +137,7 @@ def _size_pools(
     model_config: ModelConfig,
     limits: RunnerLimits,
     mesh: Mesh,
-    dtype: np.dtype,
+    weight_bytes: int,
     bytes_per_page: int,
 ) -> RunnerLimits:
     """`limits` with pages as configured, else with what the memory allows and the sequences can use."""
@@ -141,7 +145,7 @@ def _size_pools(
     memory = 0
     pages = engine.num_pages
     if not pages:
-        memory = engine.kv_memory or _free_kv_bytes(mesh, _weight_bytes(model_config, mesh, dtype))
+        memory = engine.kv_memory or _free_kv_bytes(mesh, weight_bytes)
         pages = min(usable, memory // bytes_per_page)
     if pages * engine.page_size < 2 * engine.page_size:
         raise ConfigError(f"{memory} bytes hold {pages} KV pages, which is too few; raise kv_memory or lower page_size")

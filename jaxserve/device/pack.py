@@ -113,6 +113,7 @@ def _part_shapes(bucket: Bucket, limits: RunnerLimits) -> dict[str, tuple[int, .
         "samples": (len(_SAMPLE_FIELDS), samples),
         "forbidden": (samples, MAX_FORBIDDEN),
         "known": (2, bucket.num_tokens if bucket.chunk_tokens else 0),
+        "adapters": (rows if limits.max_adapters else 0,),
     }
 
 
@@ -135,7 +136,8 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
     """Pack `plan` for `bucket`.
 
     Returns:
-        The int32 vector, and for each row of the plan its place among the sampled rows, or None if it does not sample.
+        The int32 vector, with each row's adapter if there are any within `limits`; and for each row of the plan its place
+        among the sampled rows, or None if it does not sample.
     """
     packed = np.zeros(upload_size(bucket, limits), np.int32)
     parts = _split(packed, bucket, limits)
@@ -147,6 +149,7 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
     local = limits.local
     known, num_known = parts["known"], 0
     known[1] = -1
+    parts["adapters"][:] = -1
     places: list[int | None] = []
     single, chunk, chunk_token, sample = 0, bucket.num_single, bucket.num_single, 0
     for row in plan.rows:
@@ -168,6 +171,8 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
             if local is not None:
                 pages = _seen_pages(row, row.local_pages, row.first_local_page, int(rows[1, place]), local)
                 parts["local_table"][place, : len(pages)] = pages
+        if row.adapter >= 0:
+            parts["adapters"][own] = row.adapter
         num_targets = len(row.targets)
         if num_targets:
             known[0, num_known : num_known + num_targets] = np.arange(token, token + num_targets)
@@ -294,6 +299,7 @@ def unpack(
         row_offsets=row_offsets,
         lengths=lengths,
         local=local_rows,
+        adapters=jnp.where(real, parts["adapters"][row], -1) if limits.max_adapters else None,
     )
     return batch, samples, token_slots, KnownTokens(*parts["known"])
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import ModelConfig
 from jaxserve.device import compile_counter
 from jaxserve.device.abstract import abstract_state, initial_state, pool_shape
+from jaxserve.device.adapters import AdapterSlots, abstract_adapters
 from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets, num_samples
 from jaxserve.device.compiler import release_freed_memory, step_options, uses_onednn
 from jaxserve.device.constrained import ConstrainedSampling
@@ -153,6 +154,9 @@ class DeviceRunner:
         self._config = config
         self._mesh = mesh
         self._limits = limits
+        # A step in which no row has an adapter runs the program of a runner without any.
+        self._plain_limits = dataclasses.replace(limits, max_adapters=0, max_adapter_rank=0)
+        self._dtype = dtype
         self.attention_impl = attention_impl
         self._attention_options = attention_options
         self._experts_impl = experts_impl
@@ -164,8 +168,9 @@ class DeviceRunner:
         self._state: DeviceState
         self._preparation: Preparation
         self._host_pages: HostPages | None = None
+        self._adapters: AdapterSlots | None = None
         self._buckets = enumerate_buckets(limits)
-        self._steps: dict[Bucket, Any] = {}
+        self._steps: dict[tuple[Bucket, int], Any] = {}  # by the shape, and how many adapters there are
         self._constrained: dict[int, ConstrainedSampling] = {}
         draw_impl, reason = choose_draw(mesh.devices.flat[0].platform, config.vocab_size)
         logger.info("sampling: %s, since %s", draw_impl, reason)
@@ -207,31 +212,36 @@ class DeviceRunner:
         """
         # Those that no cache can give take longest, so they start first; then the largest, which take most memory to compile,
         # while there is least of what has been compiled.
-        order = sorted(self._buckets, key=lambda b: (uses_onednn(b), b.chunk_tokens > 0, b.num_tokens), reverse=True)
+        order = sorted(
+            self._programs(), key=lambda p: (uses_onednn(p[0]), p[0].chunk_tokens > 0, p[0].num_tokens), reverse=True
+        )
         pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
         try:
-            compiling = {pool.submit(self._compile, bucket): bucket for bucket in order}
+            compiling = {pool.submit(self._compile, *program): program for program in order}
             preparation = pool.submit(Preparation, self._abstract_state, self._limits, self._everywhere)
             host_pages = pool.submit(self._make_host_pages)
+            adapters = pool.submit(self._make_adapters)
             nums_sampled = sorted({num_samples(bucket, self._limits) for bucket in self._buckets})
             constrained = {num: pool.submit(self._compile_constrained, num) for num in nums_sampled}
             weights = load()
             for done, future in enumerate(as_completed(compiling), start=1):
-                self._steps[compiling[future]] = future.result()
+                bucket, limits = compiling[future]
+                self._steps[bucket, limits.max_adapters] = future.result()
                 release_freed_memory()
                 if progress is not None:
                     progress(done, len(order))
             self._preparation, self._host_pages = preparation.result(), host_pages.result()
+            self._adapters = adapters.result()
             self._constrained = {num: future.result() for num, future in constrained.items()}
             release_freed_memory()
         finally:
             # Whoever interrupts this does not want to wait for what has not begun.
             pool.shutdown(wait=False, cancel_futures=True)
         self._params, self._state = lay_out(weights.params, self._experts_impl), self._empty_state(weights.kv_scales)
-        for bucket in self._buckets:
+        for bucket, limits in self._programs():
             if bucket.num_tokens <= WARM_UP_TOKENS:
                 plan = StepPlan(-1, ())
-                output = self._dispatch(bucket, pack(plan, bucket, self._limits)[0])
+                output = self._dispatch(bucket, limits, pack(plan, bucket, limits)[0])
                 self._constrain(plan, [], output, ()).sampled.block_until_ready()
         self._compiles_when_ready = compile_counter.num_compiles()
 
@@ -242,9 +252,10 @@ class DeviceRunner:
 
         For benchmarks: compiles, and leaves the slots' state meaningless, so no sequence may be live.
         """
-        step = make_step(self._config, self._limits, bucket, attention_impl, choose, experts_impl=self._experts_impl)
-        step = self._compile_step(step, bucket)
-        uploaded = jax.device_put(pack(StepPlan(-1, ()), bucket, self._limits)[0], self._everywhere)
+        limits = self._plain_limits
+        step = make_step(self._config, limits, bucket, attention_impl, choose, experts_impl=self._experts_impl)
+        step = self._compile_step(step, bucket, limits)
+        uploaded = jax.device_put(pack(StepPlan(-1, ()), bucket, limits)[0], self._everywhere)
         seconds = []
         for _ in range(rounds + 1):
             started = time.perf_counter()
@@ -259,10 +270,16 @@ class DeviceRunner:
         started = time.perf_counter()
         self._prepare(plan)
         bucket = bucket_for_plan(self._buckets, plan)
-        packed, places = pack(plan, bucket, self._limits)
-        output = self._dispatch(bucket, packed)
+        limits = self._limits if any(row.adapter >= 0 for row in plan.rows) else self._plain_limits
+        packed, places = pack(plan, bucket, limits)
+        output = self._dispatch(bucket, limits, packed)
         choose = partial(self._constrain, plan, places, output) if any(row.masked for row in plan.rows) else None
         return DeviceStep(plan, places, output, num_top_logprobs(self._config), time.perf_counter() - started, choose)
+
+    def install_adapter(self, slot: int, weights: Any) -> None:
+        """Have rows of later plans that name `slot` computed with `weights`, as `models.adapters.arrange` has them."""
+        assert self._adapters is not None, f"an adapter for slot {slot} of a runner without any"
+        self._adapters.install(slot, weights)
 
     def _constrain(self, plan: StepPlan, places: list[int | None], output: StepOutput, masks: Masks) -> StepOutput:
         sampling = self._constrained[output.logits.shape[1]]
@@ -290,33 +307,51 @@ class DeviceRunner:
     def _make_host_pages(self) -> HostPages | None:
         return HostPages(self._abstract_state, self._limits.host_pages) if self._limits.host_pages else None
 
-    def _dispatch(self, bucket: Bucket, packed: np.ndarray) -> StepOutput:
+    def _make_adapters(self) -> AdapterSlots | None:
+        return AdapterSlots(self._config, self._limits, self._mesh, self._dtype) if self._limits.max_adapters else None
+
+    def _programs(self) -> list[tuple[Bucket, RunnerLimits]]:
+        """Every step that is compiled: its shape, and limits that say whether it has adapters."""
+        kinds = [self._plain_limits, self._limits] if self._limits.max_adapters else [self._plain_limits]
+        return [(bucket, limits) for limits in kinds for bucket in self._buckets]
+
+    def _dispatch(self, bucket: Bucket, limits: RunnerLimits, packed: np.ndarray) -> StepOutput:
         uploaded = jax.device_put(packed, self._everywhere)
-        self._state, output = self._steps[bucket](self._params, self._state, uploaded)
+        step = self._steps[bucket, limits.max_adapters]
+        if limits.max_adapters:
+            assert self._adapters is not None
+            self._state, output = step(self._params, self._state, uploaded, self._adapters.params)
+        else:
+            self._state, output = step(self._params, self._state, uploaded)
         return output
 
     def _compile_constrained(self, num_rows: int) -> ConstrainedSampling:
         width = 2 + 2 * num_top_logprobs(self._config)
         return ConstrainedSampling(self._draw_impl, self._abstract_state.slots, num_rows, width, self._limits, self._mesh)
 
-    def _compile(self, bucket: Bucket) -> Any:
+    def _compile(self, bucket: Bucket, limits: RunnerLimits) -> Any:
         step = make_step(
             self._config,
-            self._limits,
+            limits,
             bucket,
             self.attention_impl,
             self._choose,
             attention_options=self._attention_options,
             experts_impl=self._experts_impl,
         )
-        return self._compile_step(step, bucket)
+        return self._compile_step(step, bucket, limits)
 
-    def _compile_step(self, step: Callable[..., Any], bucket: Bucket) -> Any:
+    def _compile_step(self, step: Callable[..., Any], bucket: Bucket, limits: RunnerLimits) -> Any:
+        return self._lower(step, bucket, limits).compile(compiler_options=step_options(bucket))
+
+    def _lower(self, step: Callable[..., Any], bucket: Bucket, limits: RunnerLimits) -> Any:
         params = lay_out(self.abstract_params, self._experts_impl)
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
-        jitted = jit_step(step, self._mesh, specs, self._config.num_layers, self._kv_dtype)
-        upload = abstract_upload(bucket, self._limits, self._everywhere)
-        return jitted.lower(params, self._abstract_state, upload).compile(compiler_options=step_options(bucket))
+        adapters = abstract_adapters(self._config, limits, self._mesh, self._dtype)
+        specs, adapters_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (params, adapters))
+        jitted = jit_step(step, self._mesh, specs, self._config.num_layers, self._kv_dtype, adapters_specs)
+        upload = abstract_upload(bucket, limits, self._everywhere)
+        arguments = (params, self._abstract_state, upload)
+        return jitted.lower(*arguments) if adapters is None else jitted.lower(*arguments, adapters)
 
     def _empty_state(self, kv_scales: jax.Array | None) -> DeviceState:
         make = partial(initial_state, self._config, self._limits, self._mesh, self._kv_dtype, self.attention_impl)

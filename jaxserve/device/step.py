@@ -68,7 +68,7 @@ def make_step(
     choose: Callable[[Array, SampleRows, SlotState], Sampled] = sample,
     attention_options: Mapping[str, int] | None = None,
     experts_impl: str = "xla",
-) -> Callable[[Any, DeviceState, Array], tuple[DeviceState, StepOutput]]:
+) -> Callable[..., tuple[DeviceState, StepOutput]]:
     """The step of one bucket, to be called inside `shard_map`.
 
     Args:
@@ -77,11 +77,14 @@ def make_step(
         experts_impl: of `grouped_matmul`, for which `moe.lay_out` has laid out the experts.
 
     Returns:
-        A function of parameters, state and packed upload to the new state and what is to be read.
+        A function of parameters, state, packed upload and, where `limits` have any, adapters to the new state and what is to
+        be read.
     """
     family = FAMILIES[config.family]
 
-    def step(params: Any, state: DeviceState, packed: Int[Array, " U"]) -> tuple[DeviceState, StepOutput]:
+    def step(
+        params: Any, state: DeviceState, packed: Int[Array, " U"], adapters: Any = None
+    ) -> tuple[DeviceState, StepOutput]:
         slots = state.slots
         batch, rows, token_slots, known = unpack(packed, slots.tokens, bucket, limits)
         tokens_by_slot = slots.tokens.at[token_slots, batch.positions].set(batch.token_ids)
@@ -96,6 +99,7 @@ def make_step(
             experts_impl=experts_impl,
             kv_scales=state.kv_scales,
             attention_options=attention_options,
+            adapters=adapters,
         )
         logits, hidden = family.head(params, states.at[:, rows.last_token].get(mode="promise_in_bounds"), config)
         sampled = choose(logits, rows, slots)
@@ -133,14 +137,22 @@ def has_scales(kv_dtype: Any) -> bool:
     return kv_dtype is not None and jnp.dtype(kv_dtype) in LARGEST
 
 
-def jit_step(step: Callable[..., Any], mesh: Mesh, params_specs: Any, num_layers: int, kv_dtype: Any = None) -> Any:
-    """`step` over the mesh, with its state donated."""
+def jit_step(
+    step: Callable[..., Any],
+    mesh: Mesh,
+    params_specs: Any,
+    num_layers: int,
+    kv_dtype: Any = None,
+    adapters_specs: Any = None,
+) -> Any:
+    """`step` over the mesh, with its state donated. It takes adapters if `adapters_specs` say how they are split."""
     state_specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, num_layers, kv_dtype))
     everywhere = PartitionSpec()
+    arguments = (params_specs, state_specs, everywhere)
     sharded = jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(params_specs, state_specs, everywhere),
+        in_specs=arguments if adapters_specs is None else (*arguments, adapters_specs),
         out_specs=(state_specs, everywhere),
         check_vma=False,
     )

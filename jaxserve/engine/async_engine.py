@@ -17,13 +17,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from jaxserve.engine.core import EngineStats
 from jaxserve.engine.token_stream import TokenStream
 from jaxserve.errors import EngineError, InvalidRequest, JaxserveError, NotReady, RequestTimeout
 from jaxserve.host.admission import Admission
-from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.request import Adapter, FinishReason, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Core(Protocol):
     def abort(self, request_id: str) -> TokenEvent | None: ...
     def step(self) -> list[TokenEvent]: ...
     def drop_cache(self) -> int: ...
+    def forget_adapter(self, adapter: Adapter) -> int: ...
     def stats(self) -> EngineStats: ...
 
 
@@ -72,6 +74,7 @@ class AsyncEngine:
     """
 
     def __init__(self, core: Core, admission: Admission) -> None:
+        self._core = core
         self._worker = _Worker(core, self._deliver_threadsafe, self._end_threadsafe)
         self._admission = admission
         self._streams: dict[str, TokenStream] = {}
@@ -138,14 +141,32 @@ class AsyncEngine:
         """Forget every prefix that no running request uses and that is not pinned; the pages that held one.
 
         Raises:
+            What `between_steps` raises.
+        """
+        return await self.between_steps(self._core.drop_cache)
+
+    async def forget_adapter(self, adapter: Adapter) -> int:
+        """Forget every prefix of an adapter that no live request has; the pages that held one.
+
+        Raises:
+            What `between_steps` raises.
+        """
+        return await self.between_steps(partial(self._core.forget_adapter, adapter))
+
+    async def between_steps[T](self, call: Callable[[], T]) -> T:
+        """What `call` gives, called by the thread after the commands so far and before its next step. It must be short.
+
+        Raises:
             NotReady: closed.
             EngineError: the engine is dead, or dies first.
+            What `call` raises.
         """
         if self.failure is not None:
             raise EngineError(f"the engine is dead: {self.failure!r}")
         if self._closed or self._loop is None:
             raise NotReady("the engine does not run")
-        return await asyncio.wrap_future(self._worker.drop_cache())
+        done: Future[T] = self._worker.call(call)
+        return await asyncio.wrap_future(done)
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, wait up to `seconds` for those that run, and abort the rest, whose streams raise NotReady."""
@@ -236,7 +257,7 @@ class _Batch:
 
 
 class _Worker:
-    """The thread and its inbox. Only `send`, `drop_cache`, `stop` and `note_delivered` may be called from other threads.
+    """The thread and its inbox. Only `send`, `call`, `stop` and `note_delivered` may be called from other threads.
 
     It runs ahead of the loop by `MAX_UNDELIVERED` batches at most: a loop that falls behind a fast engine would find ever more
     events at each turn, and its readers none.
@@ -249,7 +270,7 @@ class _Worker:
         self._changed = threading.Condition()
         self._room = threading.Semaphore(MAX_UNDELIVERED)
         self._inbox: list[tuple[tuple[Request, ...], list[str]]] = []
-        self._drops: list[Future[int]] = []
+        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._num_sent = 0
         self._stopping = False
         self._ended = False
@@ -271,14 +292,14 @@ class _Worker:
             self._changed.notify()
             return self._num_sent
 
-    def drop_cache(self) -> Future[int]:
-        """Have the thread drop the cache before its next step."""
-        done: Future[int] = Future()
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Have the thread call `function` after the commands so far and before its next step."""
+        done: Future[Any] = Future()
         with self._changed:
             if self._ended:
                 done.set_exception(EngineError("the engine has ended"))
                 return done
-            self._drops.append(done)
+            self._calls.append((function, done))
             self._changed.notify()
         return done
 
@@ -306,7 +327,7 @@ class _Worker:
             self.step_began = None
             with self._changed:
                 self._ended = True
-            for done in self._drops:
+            for _, done in self._calls:
                 done.set_exception(EngineError("the engine ended first"))
             # The loop may be gone, if its owner did not close the engine; then there is nobody to tell.
             with contextlib.suppress(RuntimeError):
@@ -317,18 +338,16 @@ class _Worker:
         core = self._core
         self.step_began = None
         with self._changed:
-            while not (self._inbox or self._drops or self._stopping or core.has_work):
+            while not (self._inbox or self._calls or self._stopping or core.has_work):
                 self._changed.wait()
             inbox, self._inbox = self._inbox, []
-            drops, self._drops = self._drops, []
+            calls, self._calls = self._calls, []
             num_commands, stopping = self._num_sent, self._stopping
         self.step_began = time.monotonic()
         refusals = self._apply(inbox)
-        for done in drops:
+        for function, done in calls:
             if done.set_running_or_notify_cancel():
-                num_pages = core.drop_cache()
-                self.stats = core.stats()
-                done.set_result(num_pages)
+                self._carry_out(function, done)
         if stopping and not core.has_work:
             self.stats = core.stats()
             return False
@@ -341,6 +360,15 @@ class _Worker:
         if core.dead:
             raise EngineError(f"it gave up after failing too often: {core.last_error!r}") from core.last_error
         return True
+
+    def _carry_out(self, function: Callable[[], Any], done: Future[Any]) -> None:
+        try:
+            result = function()
+        except Exception as error:
+            done.set_exception(error)
+            return
+        self.stats = self._core.stats()
+        done.set_result(result)
 
     def _apply(self, inbox: list[tuple[tuple[Request, ...], list[str]]]) -> list[tuple[str, JaxserveError]]:
         refusals = []

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from jaxserve.errors import EngineError
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.plan import Runner, StepHandle, StepPlan
-from jaxserve.request import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.request import Adapter, FinishReason, Request, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +242,10 @@ class EngineCore:
     def drop_cache(self) -> int:
         """Forget every prefix that no running request uses and is not pinned, on the host too; the pages that held one."""
         return self._scheduler.memory.drop_idle()
+
+    def forget_adapter(self, adapter: Adapter) -> int:
+        """Forget every prefix of an adapter that no live request has; the pages that held one."""
+        return self._scheduler.memory.forget_adapter(adapter.load)
 
     def stats(self) -> EngineStats:
         """A snapshot. Cheap and only reads: from another thread, some figures may be those before a step, others after."""

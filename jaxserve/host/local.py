@@ -42,7 +42,7 @@ class LocalPages:
         """How many of the first `num_pages` pages of `seq` it may start after."""
         tree = self._tree
         assert tree is not None
-        root = tree.root(seq.request.cache_salt)
+        root = tree.root(*seq.request.cache_root)
         path = find_path(tree, root, seq, self._limits, num_pages)
         tree.prune(root)
         return len(path)
@@ -53,7 +53,7 @@ class LocalPages:
         if tree is None:
             return
         seq.first_local_page = self._limits.first_seen_page(seq.num_shared * self._size)
-        node = tree.root(seq.request.cache_salt)
+        node = tree.root(*seq.request.cache_root)
         for index in range(seq.num_shared):
             node = tree.child(node, tree.key(seq.tokens, index))
             if index >= seq.first_local_page:
@@ -128,6 +128,11 @@ class LocalPages:
             self._pool.discard(tree.evict()[1])
             tree.num_evicted -= 1
 
+    def forget_adapter(self, load: int) -> None:
+        """Forget every prefix of an adapter that no sequence has any more."""
+        for page in [] if self._tree is None else self._tree.forget_adapter(load):
+            self._pool.discard(page)
+
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Assert that pool, tree and the local block tables of those that run agree. O(everything)."""
         seqs = list(running)
@@ -156,7 +161,7 @@ class LocalPages:
     def _check_path(self, tree: PrefixTree, seq: Sequence) -> None:
         where = f"sequence {seq.seq_id}"
         assert seq.first_local_page <= seq.num_shared, f"{where}: {seq}"
-        node = tree.root(seq.request.cache_salt)
+        node = tree.root(*seq.request.cache_root)
         for index in range(seq.num_shared):
             node = node.children[tree.key(seq.tokens, index)]
             if index >= seq.first_local_page:

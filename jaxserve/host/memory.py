@@ -99,7 +99,7 @@ class Memory:
         tree = self._tree
         if tree is None:
             return NOTHING
-        root = tree.root(seq.request.cache_salt)
+        root = tree.root(*seq.request.cache_root)
         last = seq.num_skippable // self._size
         path = find_path(tree, root, seq, self._limits, last)
         depth, first_seen = len(path), self._limits.first_seen_page
@@ -161,7 +161,7 @@ class Memory:
 
     def _anchor(self, tree: PrefixTree, seq: Sequence) -> Node:
         """The node of the last page before `seq.first_page`, which has no page that `seq` needs; or the root."""
-        node = tree.root(seq.request.cache_salt)
+        node = tree.root(*seq.request.cache_root)
         for index in range(seq.first_page):
             node = tree.child(node, tree.key(seq.tokens, index))
         return node
@@ -299,7 +299,7 @@ class Memory:
             return 0
         if self._local is not None:
             raise ConfigError("no prefix can be pinned where layers with a window have a pool of their own")
-        nodes = self._path(tree, tokens, salt)
+        nodes = tree.path(tokens, salt)
         num_new = sum(not node.pinned for node in nodes)
         if 2 * (tree.num_pinned + num_new) > self._limits.num_pages:
             tree.prune(nodes[-1])
@@ -314,15 +314,6 @@ class Memory:
                 self._pool.retain([node.page])
             tree.pin(node)
         return num_new
-
-    def _path(self, tree: PrefixTree, tokens: Seq[int], salt: str) -> list[Node]:
-        """Nodes of the full pages of `tokens`, made where they are missing."""
-        nodes: list[Node] = []
-        node = None
-        for index in range(len(tokens) // self._size):
-            node = tree.child(node or tree.root(salt), tree.key(tokens, index))
-            nodes.append(node)
-        return nodes
 
     def drop_idle(self) -> int:
         """Forget every prefix that nobody references or has pinned; the pages that held one, those in the host tier too."""
@@ -339,6 +330,18 @@ class Memory:
             count += len(self.tier)
             self.tier.clear()
         return count
+
+    def forget_adapter(self, load: int) -> int:
+        """Forget every prefix of an adapter that no sequence has any more; the pages that held one.
+
+        The host tier's are left to be given up in their turn: nothing finds them again.
+        """
+        pages = [] if self._tree is None else self._tree.forget_adapter(load)
+        for page in pages:
+            self._pool.discard(page)
+        if self._local is not None:
+            self._local.forget_adapter(load)
+        return len(pages)
 
     def clear(self) -> None:
         """Forget every prefix, since pages may no longer hold anything. No sequence may be open."""
@@ -381,7 +384,7 @@ class Memory:
     def _check_path(self, tree: PrefixTree, seq: Sequence) -> None:
         """Each shared page lies where the tokens say, and no other page of `seq` is in the tree or held by another."""
         where = f"sequence {seq.seq_id}"
-        node = tree.root(seq.request.cache_salt)
+        node = tree.root(*seq.request.cache_root)
         assert seq.num_shared * self._size <= seq.dispatched <= seq.planned, f"{where}: {seq}"
         assert seq.first_page <= seq.num_shared, f"{where}: {seq}"
         for index in range(seq.num_shared):

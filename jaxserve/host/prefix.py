@@ -4,7 +4,7 @@ Owns the tree's nodes, which of them are idle, and their order of eviction. Does
 page (`memory`), nor what pages hold.
 
 A node is one full page of tokens after those of its parent, so a path from a root is a prefix; roots tell apart what else
-changes K and V (`Request.cache_salt`). A child is found by its tokens themselves, which a dictionary hashes with a key of
+changes K and V (`Request.cache_root`). A child is found by its tokens themselves, which a dictionary hashes with a key of
 this process and then compares: a collision costs a comparison and never gives a wrong page, and nobody outside can aim for
 one. A node may be without a page: while a sequence computes it (`owner`), and where it is pinned and not computed yet.
 """
@@ -111,7 +111,7 @@ class PrefixTree:
         self._policy = policy
         self._pack = struct.Struct(f"{page_size}I").pack
         self._unpack = struct.Struct(f"{page_size}I").unpack
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[bytes, Node] = {}
         self._by_page: dict[int, Node] = {}
         self._heap: list[tuple[float, int, Node]] = []  # idle leaves, and entries that are no longer valid
         self._num_entries = 0
@@ -134,11 +134,14 @@ class PrefixTree:
         """The tokens of a node that is no root."""
         return self._unpack(node.key)
 
-    def root(self, salt: str) -> Node:
-        """The root of all prefixes under `salt`, made when it is missing; `prune` it if nothing is added."""
-        root = self._roots.get(salt)
+    def root(self, salt: str, adapter: int = 0) -> Node:
+        """The root of all prefixes under `salt` and of an adapter, as `Request.cache_root` has both, made when it is missing;
+        `prune` it if nothing is added."""
+        # The number ends where the colon is, whatever the salt has: no salt is another's adapter.
+        key = b"%d:%b" % (adapter, salt.encode("utf-8", "surrogatepass"))
+        root = self._roots.get(key)
         if root is None:
-            root = self._roots[salt] = Node(None, salt.encode("utf-8", "surrogatepass"), 0)
+            root = self._roots[key] = Node(None, key, 0)
         return root
 
     def child(self, parent: Node, key: bytes) -> Node:
@@ -148,6 +151,13 @@ class PrefixTree:
             child = Node(parent, key, parent.depth + (parent.parent is not None))
             parent.children[key] = child
         return child
+
+    def path(self, tokens: Seq[int], salt: str) -> list[Node]:
+        """Nodes of the full pages of `tokens`, made where they are missing."""
+        nodes: list[Node] = []
+        for index in range(len(tokens) // self.page_size):
+            nodes.append(self.child(nodes[-1] if nodes else self.root(salt), self.key(tokens, index)))
+        return nodes
 
     def fill(self, node: Node, page: int) -> list[Sequence]:
         """Give `node` its page, which is in use; those that waited for it."""
@@ -163,7 +173,7 @@ class PrefixTree:
         while not (node.children or node.num_open or node.pinned or node.owner is not None or node.page is not None):
             parent = node.parent
             if parent is None:
-                del self._roots[node.key.decode("utf-8", "surrogatepass")]
+                del self._roots[node.key]
                 return
             del parent.children[node.key]
             node = parent
@@ -217,6 +227,17 @@ class PrefixTree:
         self.prune(node)
         return page
 
+    def forget_adapter(self, adapter: int) -> list[int]:
+        """Take out every page that was computed with an adapter, all of them idle; the pages."""
+        prefix = b"%d:" % adapter
+        pages = []
+        for root in [root for key, root in self._roots.items() if key.startswith(prefix)]:
+            for node in reversed(list(_below(root))):
+                if node.page is not None:
+                    assert node.idle, f"page {node.page} of adapter {adapter} is in use, and to be forgotten"
+                    pages.append(self._take_page(node))
+        return pages
+
     def _push(self, node: Node) -> None:
         node.entry = self._num_entries
         heapq.heappush(self._heap, (node.value, node.entry, node))
@@ -241,12 +262,8 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before their children."""
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            if node.parent is not None:
-                yield node
-            stack += node.children.values()
+        for root in self._roots.values():
+            yield from _below(root)
 
     def check_integrity(self) -> None:
         """Assert that links, counts and the order of eviction are what the nodes say. O(nodes)."""
@@ -261,8 +278,8 @@ class PrefixTree:
         entered = {id(node) for _, entry, node in self._heap if node.entry == entry}
         assert leaves == entered, "the heap does not have the idle leaves"
         assert self._num_leaves == len(leaves), f"{self._num_leaves} idle leaves are counted, found {len(leaves)}"
-        for salt, root in self._roots.items():
-            assert root.children or root.num_open, f"salt {salt!r} has a root and nothing else"
+        for key, root in self._roots.items():
+            assert root.children or root.num_open, f"{key!r} has a root and nothing else"
 
     def _check_node(self, node: Node) -> None:
         parent = node.parent
@@ -275,6 +292,15 @@ class PrefixTree:
         assert node.owner is None or node.page is None, "a node that has its page is being computed"
         assert node.owner is not None or not node.waiters, "nobody computes what others wait for"
         assert not node.idle or node.page is not None, "idle without a page"
+
+
+def _below(root: Node) -> Iterator[Node]:
+    """Every node after `root`, parents before their children."""
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children.values()
 
 
 def take_waiters(node: Node) -> list[Sequence]:

@@ -112,6 +112,7 @@ def make_row(seq: Sequence, count: int, *, fresh: bool) -> PlanRow:
         request.prompt[start + 1 : end + 1] if params.prompt_logprobs is not None and seq.lacks_scores else (),
         sample and seq.matcher is not None,
         seq.first_page, seq.local_pages, seq.first_local_page,
+        -1 if request.adapter is None else request.adapter.slot,
     )  # fmt: skip
 
 

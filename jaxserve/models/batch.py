@@ -29,6 +29,7 @@ class StepBatch:
         page_offsets: place within the page.
         block_table, lengths: pages of each row from the first that any layer sees, and tokens from the start of that page.
         local: None where all layers have their pages in the same order.
+        adapters: each token's adapter, -1 for none; None where the step has no adapters.
     """
 
     token_ids: Int[Array, " T"]
@@ -39,3 +40,4 @@ class StepBatch:
     row_offsets: Int[Array, "S+1"]
     lengths: Int[Array, " S"]
     local: LocalRows | None = None
+    adapters: Int[Array, " T"] | None = None

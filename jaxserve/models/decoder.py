@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from jaxserve.config import ModelConfig
+from jaxserve.models.adapters import Adapters, TokenAdapters, add_down, add_gate_up, add_output, add_qkv
 from jaxserve.models.batch import NO_PAGE, StepBatch
 from jaxserve.models.decoder_params import DecoderParams, Experts, Layer, Mlp
 from jaxserve.models.layers import ACTIVATIONS, embed, linear, psum, rms_norm, scaled, soft_cap
@@ -37,6 +38,7 @@ def forward(
     experts_impl: str = "xla",
     kv_scales: Float[Array, "L K 2"] | None = None,
     attention_options: Mapping[str, int] | None = None,
+    adapters: Adapters | None = None,
 ) -> tuple[Float[Array, "E T"], tuple[Num[Array, "_ K B D2"], ...]]:
     """Run one step's tokens through all layers.
 
@@ -47,6 +49,7 @@ def forward(
         experts_impl: of `grouped_matmul`, for which `moe.lay_out` has laid out the experts, where there are any.
         kv_scales: of pools in eight bits: what is stored times these is K and V of each layer's heads.
         attention_options: tuned ones, as `schedule` has them.
+        adapters: what `batch.adapters` names, a layer each; None where no token has one.
 
     Returns:
         What `head` takes of each token, and the pools with this step's K and V.
@@ -71,9 +74,10 @@ def forward(
     for index, (layer, pool) in enumerate(zip(params.layers, pools, strict=True)):
         scales = None if kv_scales is None else kv_scales[index]
         turned = rotary[_rotary_kind(config, index)]
+        low = None if adapters is None or batch.adapters is None else TokenAdapters(adapters[index], batch.adapters)
         window = windows[index]
         seen = rows[window], work[window]
-        x, pool = _block(layer, pool, scales, x, turned, *seen, config, attention_impl, experts_impl)
+        x, pool = _block(layer, low, pool, scales, x, turned, *seen, config, attention_impl, experts_impl)
         new_pools.append(pool)
     return x, tuple(new_pools)
 
@@ -115,6 +119,7 @@ def head(
 @partial(jax.jit, static_argnames=("config", "impl", "experts_impl"))
 def _block(
     layer: Layer,
+    adapters: TokenAdapters | None,
     pool: Num[Array, "P K B D2"],
     kv_scales: Float[Array, "K 2"] | None,
     x: Float[Array, "E T"],
@@ -131,14 +136,15 @@ def _block(
     def norm(h: Float[Array, "E T"], here: bool) -> Float[Array, "E T"]:
         return rms_norm(h, next(norms), config.rms_norm_eps) if here else h
 
-    attended, pool = _attention(layer, pool, kv_scales, norm(x, before), rotary, batch, work, config, impl)
+    attended, pool = _attention(layer, adapters, pool, kv_scales, norm(x, before), rotary, batch, work, config, impl)
     x = x + scaled(norm(attended, after), config.residual_scale)
-    out = _mlp_or_experts(layer.mlp, norm(x, before), batch, config, experts_impl)
+    out = _mlp_or_experts(layer.mlp, norm(x, before), adapters, batch, config, experts_impl)
     return x + scaled(norm(out, after), config.residual_scale), pool
 
 
 def _attention(
     layer: Layer,
+    adapters: TokenAdapters | None,
     pool: Num[Array, "P K B D2"],
     kv_scales: Float[Array, "K 2"] | None,
     h: Float[Array, "E T"],
@@ -151,6 +157,8 @@ def _attention(
     heads, parts, dim, hidden = layer.qkv.shape
     tokens = h.shape[1]
     qkv = linear(layer.qkv.reshape(-1, hidden), h).reshape(heads, parts, dim, tokens)
+    if adapters is not None:
+        qkv = add_qkv(qkv, h, adapters)
     if layer.qkv_bias is not None:
         qkv = qkv + layer.qkv_bias[..., None]
     queries, keys, values = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
@@ -181,7 +189,10 @@ def _attention(
     )
     # With the barrier the product finds its operand as it wants it; without, oneDNN transposes it at half the speed.
     attended = jax.lax.optimization_barrier(attended.reshape(tokens, -1).T)
-    out = psum(linear(layer.output.reshape(hidden, -1), attended), DEVICES)
+    out = linear(layer.output.reshape(hidden, -1), attended)
+    if adapters is not None:
+        out = add_output(out, attended, adapters)
+    out = psum(out, DEVICES)
     return out if layer.output_bias is None else out + layer.output_bias[:, None], pool
 
 
@@ -213,24 +224,33 @@ def _norm_over_heads(
 
 
 def _mlp_or_experts(
-    layer: Mlp | Experts, h: Float[Array, "E T"], batch: StepBatch, config: ModelConfig, experts_impl: str
+    layer: Mlp | Experts,
+    h: Float[Array, "E T"],
+    adapters: TokenAdapters | None,
+    batch: StepBatch,
+    config: ModelConfig,
+    experts_impl: str,
 ) -> Float[Array, "E T"]:
     if isinstance(layer, Mlp):
-        out = psum(_mlp(layer, h, config), DEVICES)
+        out = psum(_mlp(layer, h, config, adapters), DEVICES)
         return out if layer.down_bias is None else out + layer.down_bias[:, None]
     assert config.experts is not None
     real = batch.page_ids < NO_PAGE
     out = mixture(layer, h, real, config.experts, activation=config.activation, impl=experts_impl)
     if layer.shared is not None:
-        shared = _mlp(layer.shared, h, config)
+        shared = _mlp(layer.shared, h, config, None)
         out = out + (shared if layer.shared_gate is None else shared * jax.nn.sigmoid(linear(layer.shared_gate, h)))
     return psum(out, DEVICES)
 
 
-def _mlp(layer: Mlp, h: Float[Array, "E T"], config: ModelConfig) -> Float[Array, "E T"]:
+def _mlp(layer: Mlp, h: Float[Array, "E T"], config: ModelConfig, adapters: TokenAdapters | None) -> Float[Array, "E T"]:
     """This device's share of what the MLP makes, less the last bias."""
     mlp = layer.down.shape[1]
     gate_up = linear(layer.gate_up.reshape(2 * mlp, -1), h).reshape(2, mlp, -1)
+    if adapters is not None:
+        gate_up = add_gate_up(gate_up, h, adapters)
     if layer.gate_up_bias is not None:
         gate_up = gate_up + layer.gate_up_bias[..., None]
-    return linear(layer.down, ACTIVATIONS[config.activation](gate_up[0]) * gate_up[1])
+    hidden = ACTIVATIONS[config.activation](gate_up[0]) * gate_up[1]
+    out = linear(layer.down, hidden)
+    return out if adapters is None else add_down(out, hidden, adapters)

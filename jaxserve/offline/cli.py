@@ -19,9 +19,10 @@ from typing import Any
 
 from jaxserve import __version__
 from jaxserve.batch_file import InputFile, parse_json_line, parse_text_line
-from jaxserve.config import CHAT_FIELDS, ServeConfig
+from jaxserve.config import ServeConfig
+from jaxserve.engine.adapters import named_adapters
 from jaxserve.errors import ConfigError, JaxserveError, ModelLoadError
-from jaxserve.flags import add_chat_flags, add_engine_flags, add_model_flags, integer, serve_config_from_args
+from jaxserve.flags import CHAT_FIELDS, add_chat_flags, add_engine_flags, add_model_flags, integer, serve_config_from_args
 from jaxserve.journal import Journal
 from jaxserve.offline.generation import Engine
 from jaxserve.offline.journal import discard, finish, journal_path, open_journal, output_of_run
@@ -261,6 +262,7 @@ def _fingerprint(args: argparse.Namespace, config: ServeConfig, input_file: Inpu
         "model": config.model,
         "model files": _file_sizes(Path(config.model)),
         "served model name": config.http.served_model_name,
+        "adapters": {name: [path, _file_sizes(Path(path))] for name, path in named_adapters(config.engine)},
         "dtype": config.engine.dtype,
         "max_context": config.engine.max_context,
         "format": args.format,

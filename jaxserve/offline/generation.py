@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxserve.engine.adapters import AdapterTable
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import Output, ShownToken
 from jaxserve.engine.text import Tokenizer
@@ -29,6 +30,8 @@ class Engine(Protocol):
     def model_name(self) -> str: ...
     @property
     def limits(self) -> RunnerLimits: ...
+    @property
+    def adapters(self) -> AdapterTable: ...
     def close(self) -> None: ...
 
 

@@ -62,6 +62,7 @@ class Translator:
     def __init__(self, engine: Engine, options: RequestOptions) -> None:
         self._tokenizer = engine.tokenizer
         self._model_name = engine.model_name
+        self._adapters = {one.adapter.name: one.adapter for one in engine.adapters.loaded}
         self._limits = engine.limits
         self._constraints = Constraints(engine.tokenizer, engine.limits.vocab_size, engine.core.eos_token_ids)
         self._options = options
@@ -80,7 +81,8 @@ class Translator:
         parse = parse_chat if url == CHAT_URL else parse_completion
         prefix = "chatcmpl" if url == CHAT_URL else "cmpl"
         call_id = f"{prefix}-{_hash(self._options.run_id, line.number)}"
-        call = parse(body, self._tokenizer, model=self._model_name, max_context=self._limits.max_context, call_id=call_id)
+        names = (self._model_name, *self._adapters)
+        call = parse(body, self._tokenizer, model=names, max_context=self._limits.max_context, call_id=call_id)
         if call.stream:
             raise InvalidRequest("stream must be false in a file", param="stream")
         if call.timeout is not None:
@@ -98,7 +100,8 @@ class Translator:
         call = replace(call, requests=constrain(call.requests, self._constraints))
         name = f"line {line.number}" if line.custom_id is None else f"id {line.custom_id}"
         requests = tuple(self._with_seed(request, f"{name} {index}") for index, request in enumerate(call.requests))
-        return replace(call, requests=requests)
+        adapter = self._adapters.get(call.model)
+        return replace(call, requests=tuple(replace(request, adapter=adapter) for request in requests))
 
     def answer(self, line: InputLine, call: Call, completions: Sequence[Completion]) -> Result:
         """The result of a line whose requests are done."""
@@ -106,7 +109,7 @@ class Translator:
         prompts.scores |= {i: each.prompt_logprobs for i, each in enumerate(completions[:: call.num_candidates])}
         if not line.is_batch:
             return self._plain_answer(line, call, completions[0], prompts)
-        body = OpenAIForm(self._shapes[line.url], self._model_name).body(
+        body = OpenAIForm(self._shapes[line.url], call.model).body(
             call,
             [_shown(prompts, index, completion) for index, completion in enumerate(completions)],
             created=CREATED,

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.call import Call
+from jaxserve.server.call import Call, Served
 from jaxserve.server.openai import parse_chat
 from jaxserve.server.schema import anthropic as schema
 from jaxserve.server.schema.decoding import check_depth, decode
@@ -45,7 +45,7 @@ NAMES = {
 
 
 def parse_messages(
-    data: bytes | Mapping[str, Any], tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str
+    data: bytes | Mapping[str, Any], tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str
 ) -> Call:
     """Understand a body of `/v1/messages`; as `openai.parse_completion`."""
     body = decode(data, schema.MessagesRequest)
@@ -59,7 +59,7 @@ def parse_messages(
     return _parse(body, fields, tokenizer, model=model, max_context=max_context, call_id=call_id)
 
 
-def count_tokens(data: bytes | Mapping[str, Any], tokenizer: Tokenizer, *, model: str, max_context: int) -> int:
+def count_tokens(data: bytes | Mapping[str, Any], tokenizer: Tokenizer, *, model: Served, max_context: int) -> int:
     """Tokens that the conversation in a body of `/v1/messages/count_tokens` takes.
 
     Raises:
@@ -70,7 +70,7 @@ def count_tokens(data: bytes | Mapping[str, Any], tokenizer: Tokenizer, *, model
 
 
 def _parse(
-    body: schema.CountTokensRequest, fields: Json, tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str
+    body: schema.CountTokensRequest, fields: Json, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str
 ) -> Call:
     messages = _Messages(body)
     chat = {

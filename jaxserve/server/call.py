@@ -49,6 +49,7 @@ class Call:
         prompt_logprobs: how many of the likeliest tokens at each place of a prompt are shown beside its own; None for nothing.
         embeds_as: how embeddings are spelled, where they are what is asked for.
         dimensions: numbers in each that the body wants, or None.
+        model: whose answer the body wants; "" for the server's model.
     """
 
     call_id: str
@@ -70,6 +71,7 @@ class Call:
     prompt_logprobs: int | None = None
     embeds_as: str = ""
     dimensions: int | None = None
+    model: str = ""
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -82,14 +84,21 @@ class Call:
         return self.echoes or self.prompt_logprobs is not None
 
 
-def check_model(wanted: str, model: str) -> None:
+Served = str | tuple[str, ...]
+"""The names that a server answers to: its model's, or that and those of adapters."""
+
+
+def check_model(wanted: str, served: Served) -> None:
     """Refuse a request for another model than the server's.
 
     Raises:
-        ModelNotFound: it is not `model`.
+        ModelNotFound: it is none of `served`.
     """
-    if wanted != model:
-        raise ModelNotFound(f"the model {wanted!r:.200} does not exist; this server has {model!r}", param="model")
+    names = (served,) if isinstance(served, str) else served
+    if wanted not in names:
+        raise ModelNotFound(
+            f"the model {wanted!r:.200} does not exist; this server has {', '.join(map(repr, names))}", param="model"
+        )
 
 
 def check_may_fit(name: str, text: str, tokenizer: Tokenizer, max_context: int) -> None:
@@ -183,6 +192,7 @@ def make_call(
         echoes=echoed is not None,
         prompt_texts=tuple(echoed or ()),
         prompt_logprobs=body.prompt_logprobs,
+        model=body.model,
     )
 
 

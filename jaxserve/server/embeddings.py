@@ -16,7 +16,7 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import ContextExceeded, InvalidRequest
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import INTERACTIVE_PRIORITY, PRIORITY_NAMES, Request, SamplingParams
-from jaxserve.server.call import MAX_SEQUENCES, Call, check_model
+from jaxserve.server.call import MAX_SEQUENCES, Call, Served, check_model
 from jaxserve.server.form import Events
 from jaxserve.server.joining import Begun
 from jaxserve.server.openai import MAX_CONTEXTS_TO_CUT, encode_prompts
@@ -25,7 +25,7 @@ from jaxserve.server.schema.embeddings import EmbeddingRequest
 
 
 def parse_embeddings(
-    data: bytes | Mapping[str, Any], tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str
+    data: bytes | Mapping[str, Any], tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str
 ) -> Call:
     """Understand a body of `/v1/embeddings`; as `openai.parse_completion`."""
     body = decode(data, EmbeddingRequest)
@@ -75,6 +75,7 @@ def parse_embeddings(
         timeout=body.timeout,
         embeds_as=body.encoding_format or "float",
         dimensions=body.dimensions,
+        model=body.model,
     )
 
 

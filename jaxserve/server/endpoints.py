@@ -76,7 +76,7 @@ async def read_call(data: bytes, endpoint: Endpoint, model: Model) -> Call:
     def parse() -> Call:
         call_id = endpoint.id_prefix + uuid.uuid4().hex
         max_context = model.terms.limits.max_context
-        return endpoint.parse(data, model.tokenizer, model=model.name, max_context=max_context, call_id=call_id)
+        return endpoint.parse(data, model.tokenizer, model=model.adapters.names, max_context=max_context, call_id=call_id)
 
     call = await understand(data, parse)
     check_dimensions(call, model.terms.limits)
@@ -96,7 +96,7 @@ async def understand[T](data: bytes, parse: Callable[[], T]) -> T:
 @contextmanager
 def generating(call: Call, service: Service, model: Model, clock: TokenCounter) -> Iterator[Begun]:
     """Have the engine work on `call`, until it is done or nobody wants it any more."""
-    with model.engine.open(*call.requests) as stream:
+    with model.adapters.given(call.model, call.requests) as requests, model.engine.open(*requests) as stream:
         clock.admit(call.num_prompt_tokens)
         generation = Generation(call, stream, model.tokenizer, clock, service.metrics)
         yield Begun(call, int(time.time()), generation)
@@ -117,4 +117,4 @@ async def answer_body(data: bytes, endpoint: Endpoint, caller: Caller, service: 
         raise InvalidRequest("stream must be false where there is no connection to stream to", param="stream")
     call = grant(call, caller, replace(model.terms, max_seconds=0.0), now=clock.arrived)
     with generating(call, service, model, clock) as begun:
-        return await endpoint.form(model.tokenizer, model.name).whole(begun)
+        return await endpoint.form(model.tokenizer, begun.call.model or model.name).whole(begun)

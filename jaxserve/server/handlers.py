@@ -18,11 +18,12 @@ from typing import Any
 from aiohttp import web
 
 from jaxserve import __version__
-from jaxserve.errors import InvalidRequest, JaxserveError, ModelNotFound, NotReady, QueueFull
-from jaxserve.server import batches, files, metrics, tokenization, wire
+from jaxserve.errors import InvalidRequest, JaxserveError, NotReady, QueueFull
+from jaxserve.server import adapter_routes, batches, files, metrics, tokenization, wire
 from jaxserve.server.access import SERVICE, caller_of
 from jaxserve.server.answers import Answer, Outcome
 from jaxserve.server.anthropic import count_tokens
+from jaxserve.server.call import check_model
 from jaxserve.server.endpoints import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Endpoint, generating, read_call
 from jaxserve.server.joining import Begun
 from jaxserve.server.keys import Caller
@@ -63,7 +64,7 @@ async def count_message_tokens(request: web.Request) -> web.Response:
     model = request.app[SERVICE].require_model()
     data = await request.read()
     max_context = model.terms.limits.max_context
-    count = await asyncio.to_thread(count_tokens, data, model.tokenizer, model=model.name, max_context=max_context)
+    count = await asyncio.to_thread(count_tokens, data, model.tokenizer, model=model.adapters.names, max_context=max_context)
     return web.json_response({"input_tokens": count})
 
 
@@ -113,7 +114,7 @@ async def _answer(request: web.Request, endpoint: Endpoint) -> web.StreamRespons
     with _counted(service, endpoint, caller) as outcome:
         model = service.require_model()
         async with _begun(request, endpoint, caller, model, clock) as begun:
-            form = endpoint.form(model.tokenizer, model.name)
+            form = endpoint.form(model.tokenizer, begun.call.model or model.name)
             answer = Answer(request, begun, form, ping_seconds=service.config.ping_seconds)
             response = await (answer.stream(outcome) if begun.call.stream else answer.whole())
         if outcome.name == "ok":
@@ -156,23 +157,28 @@ def _join_key(request: web.Request) -> str | None:
 # --- models, and the server itself ------------------------------------------------------------------------------------
 
 
-def _model_object(model: Model) -> dict[str, Any]:
-    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "jaxserve"}
+def _model_objects(model: Model) -> dict[str, dict[str, Any]]:
+    """The model and its adapters, by name. An adapter's `root` is where it lies, its `parent` the model, as vLLM has them."""
+    common = {"object": "model", "owned_by": "jaxserve"}
+    adapters = {
+        one.adapter.name: {"id": one.adapter.name, "created": one.since, **common, "root": one.path, "parent": model.name}
+        for one in model.adapters.loaded
+    }
+    return {model.name: {"id": model.name, "created": model.created, **common}, **adapters}
 
 
 async def list_models(request: web.Request) -> web.Response:
     """`GET /v1/models`."""
     model = request.app[SERVICE].require_model()
-    return web.json_response({"object": "list", "data": [_model_object(model)]})
+    return web.json_response({"object": "list", "data": list(_model_objects(model).values())})
 
 
 async def get_model(request: web.Request) -> web.Response:
     """`GET /v1/models/{model}`."""
     model = request.app[SERVICE].require_model()
     wanted = request.match_info["model"]
-    if wanted != model.name:
-        raise ModelNotFound(f"the model {wanted!r:.200} does not exist; this server has {model.name!r}", param="model")
-    return web.json_response(_model_object(model))
+    check_model(wanted, model.adapters.names)
+    return web.json_response(_model_objects(model)[wanted])
 
 
 async def health(request: web.Request) -> web.Response:
@@ -239,6 +245,7 @@ ROUTES = [
     web.get("/metrics", export_metrics),
     web.get("/version", version),
     web.get("/openapi.json", openapi),
+    *adapter_routes.ROUTES,
     *files.ROUTES,
     *batches.ROUTES,
 ]

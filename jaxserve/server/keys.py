@@ -100,6 +100,11 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._callers)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether there is any key, an administrator's alone or others."""
+        return bool(self._callers) or self._admin_digest is not None
+
     def identify(self, authorization: str | None) -> Caller:
         """Whose key `authorization`, a header's value, has. Takes as long for a wrong key as for any other.
 

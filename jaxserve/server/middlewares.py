@@ -20,6 +20,9 @@ from jaxserve.server.cors import CROSS_ORIGIN
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_ROUTES = frozenset({("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")})
+"""What takes an administrator's key wherever there are keys. Without any it is `--adapter-dir` that allows it."""
+
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What is answered without an API key: what probes ask for."""
 
@@ -130,8 +133,9 @@ async def answer_options(request: web.Request, handler: Handler) -> web.StreamRe
 @web.middleware
 async def known_callers_only(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse whoever has no key of this server, whatever they ask for, but for `OPEN_PATHS`."""
-    if (request.method, request.path) in ADMIN_ROUTES:
-        request.app[SERVICE].keys.require_admin(authorization_of(request))
+    route, keys = (request.method, request.path), request.app[SERVICE].keys
+    if route in ADMIN_ROUTES or (route in ADAPTER_ROUTES and keys.has_keys):
+        keys.require_admin(authorization_of(request))
     elif request.path not in OPEN_PATHS:
         caller_of(request)
     return await handler(request)

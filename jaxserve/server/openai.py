@@ -13,7 +13,7 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.tools.dialect import Reading
 from jaxserve.engine.tools.reasoning import ReasoningFormat
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.call import MAX_SEQUENCES, Call, check_may_fit, check_model, make_call, sampling_params
+from jaxserve.server.call import MAX_SEQUENCES, Call, Served, check_may_fit, check_model, make_call, sampling_params
 from jaxserve.server.conversation import encode_conversation, open_variables, template_variables
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.common import GenerationRequest
@@ -31,11 +31,11 @@ MAX_OPENING_TOKENS = 32
 Data = bytes | Mapping[str, Any]
 
 
-def parse_completion(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str) -> Call:
+def parse_completion(data: Data, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str) -> Call:
     """Understand a body of `/v1/completions`, as JSON or parsed.
 
     Args:
-        model: the name that this server answers to.
+        model: the names that this server answers to.
         max_context: tokens of prompt and output at most; text that cannot fit is refused before it is encoded.
         call_id: requests are called `{call_id}-{index}`.
 
@@ -78,7 +78,7 @@ def _num_candidates(body: CompletionRequest) -> int | None:
     return body.best_of
 
 
-def parse_chat(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str) -> Call:
+def parse_chat(data: Data, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str) -> Call:
     """Understand a body of `/v1/chat/completions`; as `parse_completion`."""
     body = decode(data, ChatRequest)
     check_model(body.model, model)

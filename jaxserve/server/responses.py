@@ -13,7 +13,7 @@ import msgspec
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.call import Call
+from jaxserve.server.call import Call, Served
 from jaxserve.server.openai import Data, parse_chat
 from jaxserve.server.schema import responses as schema
 from jaxserve.server.schema.decoding import decode, decode_part, invalid
@@ -32,7 +32,7 @@ NAMES = {
 """Names of fields of a chat completion that are called otherwise here."""
 
 
-def parse_responses(data: Data, tokenizer: Tokenizer, *, model: str, max_context: int, call_id: str) -> Call:
+def parse_responses(data: Data, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str) -> Call:
     """Understand a body of `/v1/responses`; as `openai.parse_completion`.
 
     Raises:

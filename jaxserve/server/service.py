@@ -12,12 +12,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from jaxserve.config import HttpConfig
+from jaxserve.engine.adapters import NO_ADAPTERS, AdapterSource, AdapterTable
 from jaxserve.engine.async_engine import AsyncEngine, Core
 from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import EngineError, NotReady
 from jaxserve.host.admission import Admission
 from jaxserve.plan import RunnerLimits
+from jaxserve.server.adapters import Adapters
 from jaxserve.server.chat_settings import ChatSettings
 from jaxserve.server.joining import CallRegistry
 from jaxserve.server.keys import load_keys
@@ -41,6 +43,8 @@ class ServerParts:
         limits: of its runner.
         model_name: what requests call the model.
         num_compiles: programs compiled so far, for `/metrics`.
+        adapters: those that are loaded.
+        adapter_source: brings more; None where there can be none.
     """
 
     core: Core
@@ -48,6 +52,8 @@ class ServerParts:
     tokenizer: Tokenizer
     model_name: str
     num_compiles: Callable[[], int] = lambda: 0
+    adapters: AdapterTable = NO_ADAPTERS
+    adapter_source: AdapterSource | None = None
 
 
 class State(enum.StrEnum):
@@ -70,6 +76,7 @@ class Model:
     terms: Terms
     created: int
     constraints: Constraints
+    adapters: Adapters
 
 
 class Service:
@@ -121,7 +128,8 @@ class Service:
             max_seconds=self.config.request_timeout,
         )
         constraints = Constraints(tokenizer, parts.limits.vocab_size, parts.core.eos_token_ids)
-        self._model = Model(parts.model_name, tokenizer, engine, terms, int(now()), constraints)
+        adapters = Adapters(parts.model_name, engine, parts.adapters, parts.adapter_source, self.config.adapter_dir)
+        self._model = Model(parts.model_name, tokenizer, engine, terms, int(now()), constraints, adapters)
         logger.info("ready: serving %s", parts.model_name)
 
     @property
@@ -187,4 +195,5 @@ class Service:
         """Stop the engine; requests that still run fail."""
         self._draining = True
         if self._model is not None:
+            self._model.adapters.close()
             await asyncio.shield(self._model.engine.close())

@@ -72,7 +72,7 @@ def _tokenize(data: bytes, model: Model) -> dict[str, Any]:
     body = decode(data, TokenizeRequest)
     tokenizer = model.tokenizer
     if body.model is not None:
-        check_model(body.model, model.name)
+        check_model(body.model, model.adapters.names)
     if (body.prompt is None) == (body.messages is None):
         found = "neither" if body.prompt is None else "both"
         raise InvalidRequest(f"prompt must be given, or messages instead of it, found {found}", param="prompt")
@@ -107,7 +107,7 @@ def _check_length(name: str, text: str) -> None:
 def _detokenize(data: bytes, model: Model) -> dict[str, Any]:
     body = decode(data, DetokenizeRequest)
     if body.model is not None:
-        check_model(body.model, model.name)
+        check_model(body.model, model.adapters.names)
     size = model.tokenizer.vocab_size
     outside = next((i for i, token_id in enumerate(body.tokens) if token_id >= size), None)
     if outside is not None:

@@ -14,6 +14,7 @@ import pytest
 
 import jaxserve
 from jaxserve.config import ServeConfig
+from jaxserve.engine.adapters import NO_ADAPTERS, AdapterTable
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.text import Tokenizer
 from jaxserve.offline.cli import main
@@ -40,6 +41,7 @@ class FakeOffline:
     limits: RunnerLimits
     tokenizer: Tokenizer = TOKENIZER
     model_name: str = MODEL
+    adapters: AdapterTable = NO_ADAPTERS
 
     def close(self) -> None:
         pass

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import ServeConfig
+from jaxserve.engine.adapters import AdapterTable
 from jaxserve.offline.cli import main
 from tests.offline.runs import HELLO, Runs, batch
 from tests.offline.toy import ToyEngine, alone
@@ -303,3 +304,20 @@ def test_memory_does_not_grow_with_the_file(runs: Runs) -> None:
     assert runs("--max-seqs", "3") == 0
     assert len(runs.results()) == 300
     assert 3 <= most <= 6
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_lines_name_an_adapter_as_their_model(runs: Runs) -> None:
+    table = AdapterTable(1)
+    adapter = table.reserve("mine")
+    table.publish(adapter, "folder", 0)
+    runs.engine_options["adapters"] = table
+    runs.write([batch("a", model="mine", prompt="x"), batch("b", prompt="x"), batch("c", model="nobody", prompt="x")])
+    assert runs() == 3
+    mine, base, nobody = runs.results()
+    assert [request.adapter for request in runs.added()] == [adapter, None]
+    assert mine["response"]["body"]["model"] == "mine"
+    assert base["response"]["body"]["model"] == "toy"
+    assert nobody["response"]["status_code"] == 404

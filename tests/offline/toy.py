@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from jaxserve.engine.adapters import NO_ADAPTERS, AdapterTable
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.text import Tokenizer
 from jaxserve.host.scheduler import Scheduler
@@ -38,6 +39,7 @@ class ToyEngine:
     runner: FakeRunner
     limits: RunnerLimits
     model_name: str = "toy"
+    adapters: AdapterTable = NO_ADAPTERS
     num_closed: int = field(default=0)
 
     @property
@@ -66,6 +68,7 @@ def toy_engine(
     max_seqs: int = 4,
     chat_template: bool | str = True,
     fail_on_submit: Collection[int] = (),
+    adapters: AdapterTable = NO_ADAPTERS,
 ) -> ToyEngine:
     tokenizer = byte_level() if chat_template is True else byte_level(chat_template or None)
     limits = RunnerLimits(
@@ -79,4 +82,4 @@ def toy_engine(
         fail_on_submit=fail_on_submit,
     )
     scheduler = Scheduler(limits, prefill_chunk=8, eos_token_ids=(EOS_TOKEN_ID,))
-    return ToyEngine(CountingCore(scheduler, runner, overlap=True), tokenizer, runner, limits)
+    return ToyEngine(CountingCore(scheduler, runner, overlap=True), tokenizer, runner, limits, adapters=adapters)

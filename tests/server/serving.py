@@ -99,11 +99,16 @@ async def serving(
     tokenizer: Tokenizer = BYTE_LEVEL,
     config: HttpConfig | None = None,
     model_name: str = MODEL,
+    **more: Any,
 ) -> AsyncIterator[Serving]:
-    """A server on a free port. After it has stopped, no task and no page may be left."""
+    """A server on a free port. After it has stopped, no task and no page may be left.
+
+    Args:
+        more: further `ServerParts`.
+    """
     fake = fake or fake_engine()
     tasks = asyncio.all_tasks()
-    parts = ServerParts(core=fake.core, limits=fake.runner.limits, tokenizer=tokenizer, model_name=model_name)
+    parts = ServerParts(core=fake.core, limits=fake.runner.limits, tokenizer=tokenizer, model_name=model_name, **more)
     loading: asyncio.Future[ServerParts] = asyncio.get_running_loop().create_future()
     loading.set_result(parts)
     config = config or HttpConfig(port=0, drain_seconds=5.0)

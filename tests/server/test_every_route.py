@@ -26,7 +26,10 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 """The least that each route takes beside a model."""
 
-WITHOUT_MODEL = {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"}
+WITHOUT_MODEL = {
+    *("/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+}
 """Routes that take a body and no model."""
 
 

@@ -285,6 +285,8 @@ class Model(Answer, frozen=True, kw_only=True):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str | None = None
+    parent: str | None = None
 
 
 class ModelList(Answer, frozen=True, kw_only=True):
@@ -292,6 +294,14 @@ class ModelList(Answer, frozen=True, kw_only=True):
 
     object: Literal["list"]
     data: list[Model]
+
+
+class AdapterState(Answer, frozen=True, kw_only=True):
+    """Whether an adapter is loaded now."""
+
+    object: Literal["adapter"]
+    id: str
+    loaded: bool
 
 
 class CacheDropped(Answer, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.server.schema import answers, anthropic_answers, stored
+from jaxserve.server.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from jaxserve.server.schema.anthropic import CountTokensRequest, MessagesRequest
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.completions import CompletionRequest
@@ -117,6 +118,20 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="Forget every cached prefix that nothing uses. Takes an administrator's key.",
         answer=answers.CacheDropped,
         errors=(403, 503),
+        is_admin=True,
+    ),
+    ("POST", "/v1/load_lora_adapter"): Operation(
+        summary="Load a LoRA adapter, which requests can then have as their model. Takes an administrator's key.",
+        body=LoadAdapterRequest,
+        answer=answers.AdapterState,
+        errors=(400, 403, 409, 413, 415, 503),
+        is_admin=True,
+    ),
+    ("POST", "/v1/unload_lora_adapter"): Operation(
+        summary="Unload a LoRA adapter, once the requests that have it are finished. Takes an administrator's key.",
+        body=UnloadAdapterRequest,
+        answer=answers.AdapterState,
+        errors=(400, 403, 404, 413, 415, 503),
         is_admin=True,
     ),
     ("POST", "/v1/files"): Operation(
