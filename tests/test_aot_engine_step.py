@@ -31,10 +31,16 @@ class Step:
     impl: str = "tpu"
     chunk_tokens: int = 0
     kv_dtype: str = "bfloat16"
+    expert_parallel: int = 1
 
     def __str__(self) -> str:
         kind = "chunk" if self.chunk_tokens else "decodes"
-        return f"{self.target}-{self.model}-tp{self.tensor_parallel}-{self.impl}-{self.kv_dtype}-{kind}"
+        mesh = f"tp{self.tensor_parallel}" + (f"ep{self.expert_parallel}" if self.expert_parallel > 1 else "")
+        return f"{self.target}-{self.model}-{mesh}-{self.impl}-{self.kv_dtype}-{kind}"
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor_parallel * self.expert_parallel
 
 
 def steps(target: str, impl: str, kv_dtype: str) -> tuple[Step, ...]:
@@ -51,10 +57,25 @@ def steps(target: str, impl: str, kv_dtype: str) -> tuple[Step, ...]:
     )
 
 
+def mixture(target: str, impl: str, num_devices: int, *, model: str = "30b-a3b", chunk_tokens: int = 0) -> Step:
+    """A mixture of 30 billion weights, its experts split by their width over two devices, whole over the rest. What fits on
+    four devices fits on eight, where six of its layers show the same programs in an eighth of the compiling."""
+    return Step(
+        target=target,
+        impl=impl,
+        model=model,
+        tensor_parallel=2,
+        expert_parallel=num_devices // 2,
+        num_pages=1024,
+        chunk_tokens=chunk_tokens,
+    )
+
+
 TOO_LARGE = (
     Step(target="v5e", model="demo", tensor_parallel=1, num_pages=2**15),  # 45 GiB of KV
     Step(target="v5e", model="8b", tensor_parallel=1, num_pages=1024, chunk_tokens=0),  # 15 GiB of weights
     Step(target="v5e", model="8b", tensor_parallel=4, num_pages=2**15),  # 64 GiB of KV over four
+    mixture("v5e", "tpu", 4),  # 14.2 GiB of weights and 1.5 of KV on each
 )
 
 FITTING = (
@@ -64,6 +85,11 @@ FITTING = (
     Step(target="h200", model="demo", tensor_parallel=1, num_pages=4096, impl="xla"),
     Step(target="v5e", model="gemma3", tensor_parallel=1, num_pages=2048, chunk_tokens=512),
     Step(target="h200", impl="gpu", model="gemma3", tensor_parallel=1, num_pages=2048, chunk_tokens=512),
+    mixture("v5e", "tpu", 8),
+    mixture("v6e", "tpu", 4, chunk_tokens=512),
+    mixture("v6e", "tpu", 8, model="30b-a3b, 6 layers"),
+    mixture("h200", "gpu", 4),
+    mixture("h200", "gpu", 8, model="30b-a3b, 6 layers"),
 )
 
 
@@ -80,20 +106,21 @@ def as_job(step: Step) -> Job:
     return job(
         step.target,
         "tests.kernels.ladder.programs:engine_step",
-        num_devices=step.tensor_parallel,
+        num_devices=step.num_devices,
         model=step.model,
         impl=step.impl,
         num_pages=step.num_pages,
         page_size=PAGE_SIZE,
         chunk_tokens=step.chunk_tokens,
         kv_dtype=step.kv_dtype,
+        expert_parallel=step.expert_parallel,
     )
 
 
 def kv_bytes(step: Step) -> int:
     """Bytes of the KV pools on one device, heads padded to whole ones."""
     model = MODELS[step.model]
-    heads = -(-model.num_kv_heads // step.tensor_parallel)
+    heads = -(-model.num_kv_heads // step.num_devices)
     return model.num_layers * step.num_pages * heads * PAGE_SIZE * 2 * model.head_dim * jnp.dtype(step.kv_dtype).itemsize
 
 
@@ -108,10 +135,10 @@ def test_the_step_updates_kv_in_place_and_talks_no_more_than_it_must(step: Step)
     assert figures.temp_bytes < 0.05 * target.hbm_bytes, f"{figures.temp_bytes >> 20} MiB"
     assert figures.argument_bytes + figures.temp_bytes + figures.code_bytes < target.hbm_bytes
 
-    # A sum after attention and one after the MLP in each layer, one for the embedding, and the logits put together; that once
-    # more with chunks, in a loop that runs where log probabilities of a prompt are wanted.
+    # A sum after attention and one after the MLP or experts in each layer, one for the embedding, and the logits put together;
+    # that once more with chunks, in a loop that runs where log probabilities of a prompt are wanted.
     num_gathers = 2 if step.chunk_tokens else 1
-    expected = {"all-reduce": 2 * model.num_layers + 1, "all-gather": num_gathers} if step.tensor_parallel > 1 else {}
+    expected = {"all-reduce": 2 * model.num_layers + 1, "all-gather": num_gathers} if step.num_devices > 1 else {}
     assert figures.collectives == expected
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ExpertsConfig
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from tests.cached import CACHED
@@ -158,3 +158,22 @@ def test_a_near_tie_is_let_pass_and_counted() -> None:
 def test_any_other_difference_is_an_error(expected: Output, found: Output, message: str) -> None:
     with pytest.raises((AssertionError, ValueError), match=message):
         assert_same_or_near_tie(expected, found, tolerance=0.1)
+
+
+# --- a mixture of experts ---------------------------------------------------------------------------------------------
+
+MIXTURE = dataclasses.replace(
+    TINY_MODEL, family="qwen3_moe", qk_norm="head", experts=ExpertsConfig(num=5, per_token=2, width=21, renormalise=False)
+)
+SMALL = dataclasses.replace(ENGINE, max_seqs=4, max_step_tokens=16, prefill_chunk=16, max_context=64, num_pages=40)
+
+
+@pytest.mark.slow
+def test_a_mixture_gives_the_same_alone_in_a_batch_and_on_more_devices() -> None:
+    requests = mixed_requests(TEXT, max_prompt=40, max_output=12)[:12]
+    runner = tiny_runner(SMALL, MIXTURE)
+    alone = run_alone(runner, requests)
+    assert_equal(alone, run(runner, requests).outputs)
+    more = tiny_runner(dataclasses.replace(SMALL, tensor_parallel=2, expert_parallel=2), MIXTURE)
+    assert_equal(alone, run(more, requests).outputs)
+    assert more.compiles_since_ready == 0

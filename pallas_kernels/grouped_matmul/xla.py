@@ -1,7 +1,8 @@
 """`grouped_matmul` in plain XLA, for CPU: a loop over tiles of rows that share a group, as many turns as there are tiles.
 
 Groups without rows cost nothing. A tile is about as long as a group's share of the rows: shorter ones read a matrix too
-often, longer ones compute rows that belong to the next group, whose own tile overwrites them.
+often, longer ones compute rows that belong to the next group, whose own tile overwrites them. Where there are fewer rows than
+groups it is a single one, whose product takes half the time of one of eight.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-TILE = (8, 64)
+TILE = (1, 64)
 """Least and most rows of a tile."""
 
 

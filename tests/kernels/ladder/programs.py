@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.config import ModelConfig, RopeScaling
+from jaxserve.config import ExpertsConfig, ModelConfig, RopeScaling
 from jaxserve.device.abstract import abstract_step
 from jaxserve.device.buckets import Bucket
+from jaxserve.device.build import choose_experts_impl
 from jaxserve.device.sampler import choose_draw
 from jaxserve.models.sharding import mesh_of
 from jaxserve.plan import RunnerLimits
 from pallas_kernels.programs import Program
+
+MIXTURE = ModelConfig(
+    family="qwen3_moe", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_layers=48, num_heads=32,
+    num_kv_heads=4, head_dim=128, max_position=40_960, rope_theta=1_000_000.0, qk_norm="head",
+    experts=ExpertsConfig(num=128, per_token=8, width=768),
+)  # fmt: skip
+"""Shape of Qwen3 30B-A3B, a mixture of experts."""
 
 MODELS = {
     "demo": ModelConfig(
@@ -32,8 +41,11 @@ MODELS = {
         norm_offset=1.0, qk_norm="head", rope_theta=1e6, local_rope_theta=1e4, window=512,
         windowed=(True,) * 5 + (False,), embedding_scale=640**0.5, tie_embeddings=True,
     ),
+    "30b-a3b": MIXTURE,
+    "30b-a3b, 6 layers": dataclasses.replace(MIXTURE, num_layers=6),
 }  # fmt: skip
-"""Shapes of SmolLM2 135M, the demo model, of Llama 3.1 8B, and of the first six of the eighteen layers of Gemma 3 270M."""
+"""Shapes of SmolLM2 135M, the demo model, of Llama 3.1 8B, of the first six of the eighteen layers of Gemma 3 270M, and
+of a mixture of experts."""
 
 
 def engine_step(
@@ -47,6 +59,7 @@ def engine_step(
     chunk_tokens: int = 512,
     max_context: int = 8192,
     kv_dtype: str = "bfloat16",
+    expert_parallel: int = 1,
 ) -> Program:
     """The whole step of a model, with room for `max_seqs` decodes and, where there are any, `chunk_tokens` more; sampling as
     the devices get it."""
@@ -60,14 +73,15 @@ def engine_step(
         vocab_size=config.vocab_size,
     )
     bucket = Bucket(chunk_tokens, chunk_tokens // 16, max_seqs)
-    mesh = mesh_of(devices)
+    mesh, dtype = mesh_of(devices, expert_parallel), np.dtype(jnp.bfloat16)
     return abstract_step(
         config,
         limits,
         bucket,
         mesh,
-        np.dtype(jnp.bfloat16),
+        dtype,
         impl,
         kv_dtype=np.dtype(jnp.dtype(kv_dtype)),
         draw_impl=choose_draw(devices[0].platform, config.vocab_size)[0],
+        experts_impl=choose_experts_impl(config, mesh, dtype),
     )
