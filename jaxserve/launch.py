@@ -91,6 +91,7 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
             mesh = make_mesh(config.engine.tensor_parallel, config.engine.expert_parallel)
             dtype = dtype_of(config.engine)
             runner = build_runner(config.engine, model_config, mesh, dtype)
+            model_config = model_config.for_context(runner.limits.max_context)
             check_params(checkpoint, model_config, mesh, dtype)
 
             def load() -> Weights:
