@@ -16,6 +16,7 @@ from jaxserve.device.buckets import Bucket
 from jaxserve.device.runner import DeviceRunner, page_bytes
 from jaxserve.device.step import StepOutput
 from jaxserve.models.sharding import make_mesh
+from jaxserve.plan import RunnerLimits
 from jaxserve.request import Request, SamplingParams
 from tests.cached import CACHED
 from tests.real_engines import TINY_MODEL, run, tiny_runner
@@ -54,9 +55,9 @@ def used_buckets(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> set[B
     used = set()
     dispatch = runner._dispatch
 
-    def noting(bucket: Bucket, packed: np.ndarray) -> StepOutput:
+    def noting(bucket: Bucket, limits: RunnerLimits, packed: np.ndarray) -> StepOutput:
         used.add(bucket)
-        return dispatch(bucket, packed)
+        return dispatch(bucket, limits, packed)
 
     monkeypatch.setattr(runner, "_dispatch", noting)
     return used

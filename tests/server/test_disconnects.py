@@ -21,12 +21,14 @@ from tests.server.serving import BYTE_LEVEL, MODEL, Serving, serving
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 500, "ignore_eos": True}
 
 
-async def raw_request(server: Serving, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request over a bare connection, whose end the test decides."""
+async def raw_request(
+    server: Serving, body: dict[str, Any], *, limit: int = 1 << 24
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request over a bare connection, whose end the test decides, and which reads twice `limit` bytes ahead of it."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)  # else megabytes wait in the kernel
-    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 24)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=limit)
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
@@ -146,11 +148,11 @@ def unsent(server: Serving) -> int:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_send_buffers")
 async def test_what_stalled_readers_cost() -> None:
-    """Many answers of a megabyte each, read by nobody: what is kept of each is less than one of our writes and one more."""
+    """Many long answers, read by nobody: what is kept of each is less than one of our writes and one more."""
     config = HttpConfig(port=0, stall_seconds=1.5, max_queue_requests=1000)
     async with serving(fake_engine(), config=config) as server:
         body = {**LONG, "stream": True, "logprobs": 20}
-        connections = [await raw_request(server, body) for _ in range(16)]
+        connections = [await raw_request(server, body, limit=1 << 12) for _ in range(16)]
         for reader, _ in connections:
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
             reader._transport.pause_reading()  # type: ignore[attr-defined]
