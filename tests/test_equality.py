@@ -49,6 +49,7 @@ def assert_equal(expected: dict[str, Output], found: dict[str, Output]) -> None:
     assert_same_outputs(expected, found, tolerance=2e-4, max_near_ties=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
 def test_a_batch_gives_what_each_gives_alone(
     runner: DeviceRunner, requests: list[Request], alone: dict[str, Output], overlap: bool
@@ -59,6 +60,7 @@ def test_a_batch_gives_what_each_gives_alone(
     assert any(1 in step and max(step) > 1 for step in log.steps), "decodes and chunks must share steps"
 
 
+@pytest.mark.slow
 def test_order_and_number_of_slots_do_not_matter(
     runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]
 ) -> None:
@@ -76,8 +78,9 @@ def test_chunks_of_any_size_give_the_same(
     assert log.largest == chunk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
-@pytest.mark.parametrize("num_pages", [24, pytest.param(78, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_pages", [24, 78])
 def test_preempted_sequences_give_the_same(runner: DeviceRunner, num_pages: int, overlap: bool) -> None:
     requests = mixed_requests(TEXT, max_prompt=24, min_output=30)
     alone = run_alone(runner, requests)
@@ -93,6 +96,7 @@ def test_more_devices_give_the_same(requests: list[Request], alone: dict[str, Ou
     assert_equal(alone, run(runner, requests).outputs)
 
 
+@pytest.mark.slow
 def test_logprobs_of_a_batch_are_those_of_each_alone(
     runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]
 ) -> None:
@@ -102,6 +106,7 @@ def test_logprobs_of_a_batch_are_those_of_each_alone(
         np.testing.assert_allclose(batched, expected, rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_asking_for_logprobs_changes_no_token(runner: DeviceRunner, requests: list[Request], alone: dict[str, Output]) -> None:
     plain = [dataclasses.replace(r, params=dataclasses.replace(r.params, logprobs=None)) for r in requests]
     found = run(runner, plain, max_step_tokens=64).outputs
@@ -110,6 +115,7 @@ def test_asking_for_logprobs_changes_no_token(runner: DeviceRunner, requests: li
     assert not any(output.logprobs for output in found.values())
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_a_prompt_in_a_batch_are_those_alone(runner: DeviceRunner, requests: list[Request]) -> None:
     """Those of `transformers`, chunks of any size, the prefix cache and preemption are in `test_scores.py`."""
     asks = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=2)
