@@ -128,7 +128,7 @@ async def _read_form(request: web.Request, form: _Form, files: FileStore, max_by
             raise InvalidRequest("file is there more than once", param="file")
         else:
             form.filename = (part.filename or "")[:MAX_NAME]
-            form.upload = await asyncio.to_thread(files.begin, max_bytes)
+            form.upload = files.begin(max_bytes)
             while chunk := await _chunk(part, CHUNK_BYTES):
                 await asyncio.to_thread(form.upload.write, bytes(chunk))
 

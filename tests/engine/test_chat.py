@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -105,15 +108,26 @@ LOOPS = [
 ]
 
 
+@contextmanager
+def collector_off() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("source", LOOPS, ids=range(len(LOOPS)))
 def test_rendering_is_bounded_in_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "TRIAL_SECONDS", 0.01)
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.02)
     template = ChatTemplate(source)
-    started = time.thread_time()
-    with pytest.raises(InvalidRequest, match="takes too long"):
-        template.render(user("x" * 10_000))
-    assert time.thread_time() - started < 1.0
+    # A collection of what the tests before it left in this process takes a second of its own, in whoever's thread it falls.
+    with collector_off():
+        started = time.thread_time()
+        with pytest.raises(InvalidRequest, match="takes too long"):
+            template.render(user("x" * 10_000))
+        assert time.thread_time() - started < 1.0
 
 
 def test_rendering_is_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import openai
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.server.store.files import Upload
 from tests.server.batching import batching
 from tests.server.serving import serving
 
@@ -206,6 +208,32 @@ async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
             writer.close()
             while left_over(tmp_path):
                 await asyncio.sleep(0.002)
+
+
+async def test_an_upload_given_up_before_its_first_write_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, abort = Upload.write, Upload.abort
+    writing, given_up, written = threading.Event(), threading.Event(), threading.Event()
+
+    def slow_write(upload: Upload, chunk: bytes) -> None:
+        writing.set()
+        assert given_up.wait(10)
+        write(upload, chunk)
+        written.set()
+
+    def tell(upload: Upload) -> None:
+        abort(upload)
+        given_up.set()
+
+    monkeypatch.setattr(Upload, "write", slow_write)
+    monkeypatch.setattr(Upload, "abort", tell)
+    async with batching(tmp_path) as server:
+        sending = asyncio.create_task(server.upload(b"x" * 1000))
+        assert await asyncio.to_thread(writing.wait, 10)
+        sending.cancel()
+        assert await asyncio.to_thread(written.wait, 10)
+        assert left_over(tmp_path) == []
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 
 from jaxserve.disk import sync_directory, write_whole
@@ -96,14 +97,9 @@ class FileStore:
         return self._folder / record.file_id
 
     def begin(self, max_bytes: int) -> Upload:
-        """A file on its way in, of at most `max_bytes`.
-
-        Raises:
-            StorageFailed: it cannot be written.
-        """
+        """A file on its way in, of at most `max_bytes`. Nothing is on disk before its first `write`."""
         file_id = new_id("file-")
-        with storing("the file cannot be stored"):
-            return Upload(file_id, self._folder / f"{file_id}.part", max_bytes)
+        return Upload(file_id, self._folder / f"{file_id}.part", max_bytes)
 
     def commit(
         self, upload: Upload, *, owner: str, filename: str, purpose: str, seconds_to_live: int | None = None
@@ -220,12 +216,13 @@ class Upload:
         self._path = path
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        # A write may go on in a thread while the one who waited for it gives up.
+        # A write, the first too, may go on in a thread while the one who waited for it gives up.
         self._lock = threading.Lock()
-        self._file = path.open("xb", buffering=0)
+        self._file: FileIO | None = None
+        self._is_over = False
 
     def write(self, chunk: bytes) -> None:
-        """Add to it.
+        """Add to it, unless it is aborted.
 
         Raises:
             TooLarge: it has become larger than allowed.
@@ -235,9 +232,16 @@ class Upload:
         if self._num_bytes > self._max_bytes:
             raise TooLarge(f"file must have at most {self._max_bytes} bytes (--max-file-bytes)", param="file")
         with self._lock, storing("the file cannot be stored"):
-            rest = memoryview(chunk)
-            while rest and not self._file.closed:
-                rest = rest[self._file.write(rest) :]
+            if self._is_over:
+                return
+            file, rest = self._opened(), memoryview(chunk)
+            while rest:
+                rest = rest[file.write(rest) :]
+
+    def _opened(self) -> FileIO:
+        if self._file is None:
+            self._file = FileIO(self._path, "xb")
+        return self._file
 
     def finish(self, path: Path) -> int:
         """Have `path` hold it; its size in bytes.
@@ -246,17 +250,20 @@ class Upload:
             OSError: it cannot be written.
         """
         with self._lock:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with self._opened() as file:
+                os.fsync(file.fileno())
             os.replace(self._path, path)
+            self._is_over = True
         return self._num_bytes
 
     def abort(self) -> None:
         """Forget it, unless it is a file by now. Safe to call again."""
         with self._lock:
-            self._file.close()
-            with suppress(OSError):
-                os.unlink(self._path)
+            self._is_over = True
+            if self._file is not None:
+                self._file.close()
+                with suppress(OSError):
+                    os.unlink(self._path)
 
 
 def _read_records(folder: Path) -> Iterable[FileRecord]:
