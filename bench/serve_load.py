@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,10 @@ class Job:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times are seconds; `error` is None when it went well."""
+    """What became of one request. Times are seconds, but for `arrived`: by `time.perf_counter`. `error` is None when it went
+    well."""
 
+    arrived: float = 0.0
     ttft: float | None = None
     latency: float | None = None
     gaps: list[float] = field(default_factory=list)
@@ -64,7 +66,7 @@ def make_jobs(
     return jobs
 
 
-async def run_closed(jobs: Sequence[Job], client: Client, concurrency: int) -> list[Outcome]:
+async def run_closed(jobs: Iterable[Job], client: Client, concurrency: int) -> list[Outcome]:
     """Keep `concurrency` jobs in flight until all are done; each one's clock starts when it is sent."""
     waiting = iter(jobs)
 
@@ -95,7 +97,7 @@ class Client:
 
     async def send(self, job: Job, arrival: float) -> Outcome:
         """Send one job and read its stream; failures become the outcome's `error`."""
-        outcome = Outcome()
+        outcome = Outcome(arrived=arrival)
         body = {
             "model": self._model,
             "prompt": job.prompt,

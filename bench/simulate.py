@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.simulation import autoscale, plot
 from bench.simulation.fleet import Fleet, Scaling
 from bench.simulation.record import Record, Summary, Targets, format_summary
-from bench.simulation.replica import Setting, limits_of
+from bench.simulation.replica import Setting, limits_of, setting_of
 from bench.simulation.search import Profile, find_batch, profile_toml
 from bench.simulation.traces import Arrival, clip, read_trace
 from jaxserve.errors import ConfigError, JaxserveError
@@ -60,10 +60,9 @@ def _setting(args: argparse.Namespace) -> Setting:
     config = serve_config_from_args(args)
     path = args.cost or (Path(config.engine.step_cost) if config.engine.step_cost else _known_cost(config.model))
     cost, origin = read_cost(path)
-    kv_bytes = origin.kv_bytes_per_token
-    if not kv_bytes and not config.engine.num_pages:
+    if not origin.kv_bytes_per_token and not config.engine.num_pages:
         raise ConfigError(f"{path} has no origin.kv_bytes_per_token, so the KV pool's size is unknown; give --num-pages N")
-    return Setting(config, cost, kv_bytes, origin.request_seconds, origin.spread, origin.window)
+    return setting_of(config, cost, origin)
 
 
 def _known_cost(model: str) -> Path:

@@ -1,46 +1,47 @@
 """Holds the simulator against a real server on this machine: `python -m bench.validate --help`.
 
-Owns the order of things: measure step costs, serve the trace over HTTP for real, simulate the same, compare. The three are
-`bench.calibrate`, `bench.serve_load` and `bench.simulation`.
+Owns the order of things and what is compared. Loads, costs and simulations are `bench.served`'s and `bench.simulation`'s.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
+from statistics import fmean
 
-import aiohttp
-
-from bench.serve_load import Client, Job, Outcome, run_open
+from bench import served
+from bench.serve_load import Job, Outcome
+from bench.serve_load import run_open as send_open
 from bench.simulation.record import Record, percentiles
-from bench.simulation.replica import Replica, Setting
-from bench.simulation.replica import run_open as simulate_open
+from bench.simulation.replica import Setting, run_open, setting_of
 from bench.simulation.traces import Arrival, clip, read_trace
+from bench.step_log import StepLog, read_log
 from bench.workloads import FIRST_TOKEN_ID, LAST_TOKEN_ID
+from jaxserve.config import ServeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.flags import add_engine_flags, add_model_flags, serve_config_from_args
-from jaxserve.host.cost_file import read_cost
+from jaxserve.host.cost import StepCost
+from jaxserve.host.cost_file import CostOrigin, format_cost, read_cost
+from jaxserve.host.fit import fit_cost, spread_of
 
 DESCRIPTION = """\
-Measure what steps cost here, replay a trace against a real server process over HTTP, simulate the same trace with these costs,
-and compare p50 and p95 of the time to the first token and between tokens. Choose --rate for about 60% of what the machine can
-do. On a machine that others use too the parts meet different machines; --from-run then fits the costs to the steps that the
-server itself has run, which leaves everything but the costs to be held against it.
+Replay a trace against a real server process over HTTP, simulate the same, and compare p50 and p95 of the time to the first
+token and between tokens. What steps cost is learnt in the same server from another load, half of it before the trace and half
+after (see `python -m bench.calibrate --served`). Choose --rate for about 60% of what the machine can do.
+
+Beside the prediction stand two others that say where its error comes from: with costs of the very steps that the trace ran,
+which leaves only what is no matter of costs, and, with --bare, with costs of an engine without a server around it.
 """
-READY_SECONDS = 300.0
 TOLERANCE = 0.2
+PREDICTED, OWN_STEPS, BARE = "as predicted", "with costs of the trace's own steps", "with costs of a bare engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +63,14 @@ class Compared:
         )
 
 
-@contextlib.contextmanager
-def serving(command: Sequence[str]) -> Iterator[str]:
-    """A server process of this command, to which a port is added, once it is ready; its address.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What happened: a trace's outcomes and when they did, the loads around it, and every step of it all."""
 
-    Raises:
-        RuntimeError: it ended or was not ready in time.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, "-m", *command, "--port", str(port)])
-    try:
-        deadline = time.monotonic() + READY_SECONDS
-        while not _is_ready(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server was not ready within {READY_SECONDS:g} s, or ended: code {process.poll()}")
-            time.sleep(0.5)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urlopen(f"{url}/ready", timeout=5) as answer:
-            return answer.status == 200
-    except (URLError, OSError):
-        return False
+    outcomes: list[Outcome]
+    span: tuple[float, float]
+    phases: list[served.Phase]
+    log: StepLog
 
 
 def make_jobs(arrivals: Sequence[Arrival], seed: int) -> list[Job]:
@@ -103,21 +82,35 @@ def make_jobs(arrivals: Sequence[Arrival], seed: int) -> list[Job]:
     ]
 
 
-async def replay(url: str, jobs: Sequence[Job], warm_up: Sequence[Job]) -> list[Outcome]:
-    """Send `jobs` at their times, after `warm_up` one by one."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        async with session.get(f"{url}/v1/models") as response:
-            model = (await response.json())["data"][0]["id"]
-        client = Client(session, url, model)
+async def replay(url: str, jobs: Sequence[Job], warm_up: Sequence[Job]) -> tuple[list[Outcome], tuple[float, float]]:
+    """Send `jobs` at their times, after `warm_up` one by one; also from when to when that was."""
+    async with served.connected(url) as (client, _):
         for job in warm_up:
             await client.send(job, time.perf_counter())
-        return await run_open(jobs, client)
+        start = time.perf_counter()
+        outcomes = await send_open(jobs, client)
+        return outcomes, (start, time.perf_counter())
 
 
-def predict(setting: Setting, arrivals: Sequence[Arrival]) -> tuple[Record, Replica]:
-    """The simulation of `arrivals`."""
-    record = Record()
-    return record, simulate_open(setting, arrivals, record)
+def run_for_real(
+    config: ServeConfig, engine_flags: Sequence[str], jobs: Sequence[Job], warm_up: Sequence[Job], *, seconds: float, log: Path
+) -> Run:
+    """Serve `jobs`, between two loads of `seconds` together; 0 leaves these out.
+
+    Raises:
+        RuntimeError: the server was not ready in time, or refused some of the load.
+    """
+    phases: list[served.Phase] = []
+    with served.recorded(engine_flags, log) as url:
+
+        def load(seed: int) -> None:
+            if seconds:
+                phases.extend(asyncio.run(served.load(url, config.engine, seconds=seconds / 2, seed=seed)))
+
+        load(1)
+        outcomes, span = asyncio.run(replay(url, jobs, warm_up))
+        load(2)
+    return Run(outcomes, span, phases, read_log(log))
 
 
 def compare(outcomes: Sequence[Outcome], record: Record) -> list[Compared]:
@@ -142,6 +135,35 @@ def compare(outcomes: Sequence[Outcome], record: Record) -> list[Compared]:
     ]
 
 
+def steps_compared(cost: StepCost, log: StepLog, span: tuple[float, float]) -> list[Compared]:
+    """Means over the steps of a span of time, by kind of program, and what `cost` says of the very same steps."""
+    samples = log.samples([span])
+    kinds = {
+        "decodes": [one for one in samples if not one.work.chunked],
+        "chunks": [one for one in samples if one.work.chunked],
+    }
+    return [
+        Compared(
+            f"{len(of_kind)} {name}", fmean(one.seconds for one in of_kind), fmean(cost.seconds(one.work) for one in of_kind)
+        )
+        for name, of_kind in kinds.items()
+        if of_kind
+    ]
+
+
+def costs_of(run: Run, predicted: Path, bare: Path | None) -> dict[str, tuple[StepCost, CostOrigin]]:
+    """By name what to simulate with; the first is what is held to the tolerance.
+
+    Raises:
+        ConfigError: a file cannot be read, or the trace had no steps of one kind.
+    """
+    cost, origin = read_cost(predicted)
+    samples = run.log.samples([run.span])
+    own = fit_cost(samples)
+    costs = {PREDICTED: (cost, origin), OWN_STEPS: (own, replace(origin, spread=spread_of(own, samples)))}
+    return costs if bare is None else {**costs, BARE: read_cost(bare)}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Validate; 1 if a figure is off by more than the tolerance, 2 where a flag, a file or the server is at fault."""
     args, engine_flags = _parse(argv)
@@ -152,39 +174,47 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_prompt=args.max_prompt,
             max_output=args.max_output,
         )
-        command = ["jaxserve", "serve", *engine_flags]
-        cost_file = args.cost or Path("results/cost.toml")
-        if args.from_run:
-            command = ["bench.recorded_server", *engine_flags, "--record", str(cost_file)]
-        elif args.cost is None:
+        bare = args.results / "bare.toml" if args.bare else None
+        if bare:
             # In a process of its own, whose memory is gone when the server starts.
-            calibration = ["bench.calibrate", *engine_flags, "--out", str(cost_file)]
-            subprocess.run([sys.executable, "-m", *calibration], check=True)
-        jobs = make_jobs(arrivals, args.seed)
-        with serving(command) as url:
-            outcomes = asyncio.run(replay(url, jobs, make_jobs(arrivals[:3], args.seed + 1)))
-        cost, origin = read_cost(cost_file)
-        setting = Setting(config, cost, origin.kv_bytes_per_token, origin.request_seconds, origin.spread, origin.window)
-        record, replica = predict(setting, arrivals)
+            subprocess.run([sys.executable, "-m", "bench.calibrate", *engine_flags, "--out", str(bare)], check=True)
+        run = run_for_real(
+            config,
+            engine_flags,
+            make_jobs(arrivals, args.seed),
+            make_jobs(arrivals[:3], args.seed + 1),
+            seconds=0.0 if args.cost else args.seconds,
+            log=args.results / "steps.json",
+        )
+        if args.cost is None:
+            args.cost = args.results / "served.toml"
+            args.cost.write_text(format_cost(*served.learn(config.model, run.log, run.phases)))
+        costs = costs_of(run, args.cost, bare)
     except (JaxserveError, RuntimeError, subprocess.CalledProcessError) as error:
         print(f"bench.validate: error: {error}", file=sys.stderr)
         return 2
-    compared = compare(outcomes, record)
-    num_failed = sum(outcome.error is not None for outcome in outcomes)
-    num_gaps = sum(len(outcome.gaps) for outcome in outcomes)
-    print(
-        f"{len(outcomes)} requests in {arrivals[-1].at:.0f} s, {num_failed} failed; device busy "
-        f"{replica.runner.busy_seconds / replica.clock.now:.0%} of the time, as predicted"
-    )
-    print(
-        f"{num_gaps} gaps measured, {len(record.gaps)} predicted (tokens that give no text of their own merge with the next)"
-    )
-    print("\n".join(map(str, compared)))
+    found = {name: report(name, setting_of(config, *cost), arrivals, run) for name, cost in costs.items()}
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        found = {"argv": sys.argv[1:], "figures": [{**asdict(one), "error": one.error} for one in compared]}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    return int(any(abs(one.error) > TOLERANCE for one in compared if not one.name.startswith("E2E")))
+        figures = {name: [{**asdict(one), "error": one.error} for one in compared] for name, compared in found.items()}
+        args.json.write_text(json.dumps({"argv": sys.argv[1:], "figures": figures}, indent=1) + "\n")
+    return int(any(abs(one.error) > TOLERANCE for one in found[PREDICTED] if not one.name.startswith("E2E")))
+
+
+def report(name: str, setting: Setting, arrivals: Sequence[Arrival], run: Run) -> list[Compared]:
+    """Simulate with one kind of cost, and say how it compares."""
+    record = Record()
+    replica = run_open(setting, arrivals, record)
+    compared = compare(run.outcomes, record)
+    num_gaps, num_failed = sum(len(one.gaps) for one in run.outcomes), sum(one.error is not None for one in run.outcomes)
+    print(f"\n{name}: device busy {replica.runner.busy_seconds / replica.clock.now:.0%} of the time")
+    print(f"  {len(run.outcomes)} requests, {num_failed} failed; {num_gaps} gaps measured, {len(record.gaps)} predicted")
+    print(
+        f"  outside the engine {1e3 * setting.request_seconds:.1f} ms on the way in, {1e3 * setting.reply_seconds:.1f} ms out"
+    )
+    for one in [*steps_compared(setting.cost, run.log, run.span), *compared]:
+        print(f"  {one}")
+    return compared
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -192,14 +222,24 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     own = argparse.ArgumentParser(add_help=False)
     group = own.add_argument_group("validation")
     group.add_argument("--trace", type=Path, required=True, metavar="FILE", help="as for bench.simulate")
-    group.add_argument("--cost", type=Path, metavar="FILE", help="step costs; default: measure them first")
-    group.add_argument("--from-run", action="store_true", help="fit the step costs to the server's own steps")
+    group.add_argument("--cost", type=Path, metavar="FILE", help="predict with these costs, instead of learning them here")
+    group.add_argument("--bare", action="store_true", help="show too what a bare engine's costs predict; 90 s more")
     group.add_argument("--rate", type=float, metavar="R", help="requests a second at random, instead of the trace's times")
     group.add_argument("--requests", type=int, default=200, metavar="N", help="the first N; default: %(default)s")
     group.add_argument("--max-prompt", type=int, default=0, metavar="N", help="cut longer prompts")
     group.add_argument("--max-output", type=int, default=0, metavar="N", help="cut longer answers")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and prompts; default: 0")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the figures; results/ is ignored by git")
+    group.add_argument(
+        "--seconds",
+        type=float,
+        default=served.LOAD_SECONDS,
+        metavar="S",
+        help="of load from which costs are learnt; default: %(default)g",
+    )
+    group.add_argument(
+        "--results", type=Path, default=Path("results"), metavar="DIR", help="for costs and the step log; default: results"
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser = argparse.ArgumentParser(
         prog="python -m bench.validate",
         description=DESCRIPTION,

@@ -57,8 +57,9 @@ class Fleet:
     def run(self, arrivals: Sequence[Arrival]) -> float:
         """Serve `arrivals`, which are in order of time; when the last token came."""
         for number, arrival in enumerate(arrivals):
-            self._advance(arrival.at)
-            self._route(arrival.at).offer(arrival, number)
+            reaches = arrival.at + self._setting.request_seconds
+            self._advance(reaches)
+            self._route(reaches).offer(arrival, number)
         while not all(replica.idle for replica in self._everyone()):
             self._advance(self._next_tick)
         return max([outcome.last for outcome in self._record.outcomes.values()], default=0.0)

@@ -7,6 +7,7 @@ real engine's thread: what came while a step was waited for goes in before the n
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -20,6 +21,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.host.admission import Admission, cap_output
 from jaxserve.host.cost import BucketFor, StepCost
+from jaxserve.host.cost_file import CostOrigin
 from jaxserve.host.pace import Pacer
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
@@ -37,7 +39,8 @@ class Setting:
 
     Attributes:
         kv_bytes_per_token: of the model, from which the pool's pages follow where `config` gives memory.
-        request_seconds: from a request's arrival at an idle server to the engine.
+        request_seconds: from a request's arrival to the engine.
+        reply_seconds: from the engine to whoever reads a token.
         spread: how much single steps vary; see `CostRunner`.
         window: positions that every layer sees at most; 0 where one sees all.
     """
@@ -46,8 +49,22 @@ class Setting:
     cost: StepCost
     kv_bytes_per_token: float
     request_seconds: float = 0.0
+    reply_seconds: float = 0.0
     spread: tuple[float, ...] = ()
     window: int = 0
+
+
+def setting_of(config: ServeConfig, cost: StepCost, origin: CostOrigin) -> Setting:
+    """Of a server with this configuration, whose steps cost what was measured there."""
+    return Setting(
+        config,
+        cost,
+        origin.kv_bytes_per_token,
+        request_seconds=origin.request_seconds,
+        reply_seconds=origin.reply_seconds,
+        spread=origin.spread,
+        window=origin.window,
+    )
 
 
 def limits_of(setting: Setting) -> RunnerLimits:
@@ -89,6 +106,7 @@ class Replica:
         self._arrival_clock = VirtualClock(ready_at)
         self._record = record
         self._request_seconds = setting.request_seconds
+        self._reply_seconds = setting.reply_seconds
         self._http = http
         self._outstanding: dict[str, int] = {}
         self.tokens_in_flight = 0
@@ -130,16 +148,18 @@ class Replica:
         return self.admission.queued_requests
 
     def offer(self, arrival: Arrival, number: int) -> bool:
-        """Ask admission, and hand on what it lets in; whether it did. `advance` must have reached the arrival."""
+        """Ask admission, and hand on what it lets in; whether it did. `advance` must have reached the moment at which the
+        arrival gets to the engine."""
         request = Request(
             request_id=f"r{number}",
             prompt=prompt_tokens(arrival, number),
             params=SamplingParams(temperature=0.0, max_tokens=arrival.num_output, ignore_eos=True),
             deadline=arrival.at + self._http.request_timeout if self._http.request_timeout else None,
         )
+        reaches = arrival.at + self._request_seconds
         if not self.core.has_work:
-            self.clock.pass_until(arrival.at + self._request_seconds)
-        self._arrival_clock.pass_until(arrival.at)
+            self.clock.pass_until(reaches)
+        self._arrival_clock.pass_until(reaches)
         try:
             cap_output(request, self.runner.limits, self._http.max_output_tokens)
             self.admission.admit(request)
@@ -180,7 +200,7 @@ class Replica:
             return []
         self._arrival_clock.pass_until(self.clock.now)
         self.admission.observe(events)
-        self._record.observe(events, self.clock.now)
+        self._record.observe(events, self.clock.now + self._reply_seconds)
         finished = [event.request_id for event in events if event.finish_reason is not None]
         for request_id in finished:
             self.tokens_in_flight -= self._outstanding.pop(request_id)
@@ -191,7 +211,7 @@ def run_open(setting: Setting, arrivals: Sequence[Arrival], record: Record) -> R
     """One replica under arrivals at their own times."""
     replica = Replica(setting, record)
     for number, arrival in enumerate(arrivals):
-        replica.advance(arrival.at)
+        replica.advance(arrival.at + setting.request_seconds)
         replica.offer(arrival, number)
     replica.advance()
     return replica
@@ -201,16 +221,14 @@ def run_closed(setting: Setting, arrivals: Sequence[Arrival], record: Record, co
     """One replica that always has `concurrency` requests, the next coming when one is answered; their times are not used."""
     replica = Replica(setting, record)
     waiting = iter(enumerate(arrivals))
-
-    def offer_next() -> None:
-        for number, arrival in waiting:
-            now = Arrival(replica.clock.now, arrival.num_prompt, arrival.num_output, arrival.blocks)
-            if replica.offer(now, number):
-                return
-
-    for _ in range(concurrency):
-        offer_next()
-    while replica.core.has_work:
-        for _ in replica.turn():
-            offer_next()
+    coming = deque([0.0] * concurrency)
+    """When those come that are next, the earliest first."""
+    while coming or replica.core.has_work:
+        while coming and (coming[0] + setting.request_seconds <= replica.clock.now or not replica.core.has_work):
+            at = coming.popleft()
+            for number, arrival in waiting:
+                if replica.offer(replace(arrival, at=at), number):
+                    break
+        if replica.core.has_work:
+            coming.extend(replica.clock.now + setting.reply_seconds for _ in replica.turn())
     return replica

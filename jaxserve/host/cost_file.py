@@ -27,7 +27,8 @@ class CostOrigin:
         median_error, p95_error: of the fit on those, as shares of the measured times.
         kv_bytes_per_token: K and V of one position in all layers, from which the pool's size follows.
         window: positions that every layer sees at most, as `RunnerLimits.window` has it; 0 where one sees all.
-        request_seconds: that a request spends outside the engine, on its way in and out.
+        request_seconds: that a request spends on its way into the engine.
+        reply_seconds: that a token spends on its way out of it, to whoever reads it.
         spread: measured over predicted of single steps, from the least to the most; empty where they were not looked at.
         note: anything else that a reader should know.
     """
@@ -41,6 +42,7 @@ class CostOrigin:
     kv_bytes_per_token: float = 0.0
     window: int = 0
     request_seconds: float = 0.0
+    reply_seconds: float = 0.0
     spread: tuple[float, ...] = ()
     note: str = ""
 

@@ -137,6 +137,31 @@ def test_who_comes_during_a_step_waits_for_what_is_dispatched(overlap: bool, fir
     assert times(record)[1] == (CHUNK + first, CHUNK + first)
 
 
+@pytest.mark.parametrize(
+    ("comes", "first"),
+    [
+        (5.0, 5.0 + 0.002 + CHUNK),
+        # Before the first step ends, and yet it gets to the engine after it, when the next two are under way.
+        (CHUNK + 0.001, 0.002 + CHUNK + 2 * DECODE + CHUNK),
+    ],
+)
+def test_the_ways_in_and_out_count(comes: float, first: float) -> None:
+    record = Record()
+    setting = dataclasses.replace(make_setting(), request_seconds=0.002, reply_seconds=0.003)
+    run_open(setting, [Arrival(0.0, 30, 40), Arrival(comes, 30, 2)], record)
+    assert times(record)[1] == (first + 0.003, first + DECODE + 0.003)
+    assert min(record.gaps) == pytest.approx(DECODE)
+
+
+def test_a_closed_loop_waits_for_the_answer_and_the_way_back() -> None:
+    record = Record()
+    setting = dataclasses.replace(make_setting(), request_seconds=0.002, reply_seconds=0.003)
+    replica = run_closed(setting, [Arrival(0.0, 30, 1)] * 5, record, concurrency=1)
+    assert replica.clock.now == pytest.approx(5 * (0.002 + CHUNK) + 4 * 0.003)
+    took = [outcome.first - outcome.arrived for outcome in record.outcomes.values()]
+    assert took == pytest.approx([0.002 + CHUNK + 0.003] * 5)
+
+
 def test_shared_prefixes_are_found() -> None:
     arrivals = [Arrival(0.0, 400, 1, (1, 2)), Arrival(5.0, 400, 1, (1, 3)), Arrival(10.0, 400, 1)]
     record = Record()
