@@ -20,10 +20,10 @@ from jaxserve.device.buckets import choose_bucket, enumerate_buckets
 from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.host.admission import Admission, cap_output
-from jaxserve.host.cost import BucketFor, StepCost
+from jaxserve.host.cost import BucketFor, StepCost, StepWork
 from jaxserve.host.cost_file import CostOrigin
 from jaxserve.host.pace import Pacer
-from jaxserve.host.prefix import PrefixTree
+from jaxserve.host.prefix import PrefixTree, cost_aware
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import Request, SamplingParams, TokenEvent
@@ -31,6 +31,8 @@ from jaxserve.request import Request, SamplingParams, TokenEvent
 DEFAULT_MAX_CONTEXT = 8192
 DEFAULT_KV_BYTES = 2 * 2**30
 VOCAB_SIZE = 2**31
+MANY = 1 << 20
+"""Tokens of a step so large that only what grows with it counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ def limits_of(setting: Setting) -> RunnerLimits:
     engine = setting.config.engine
     if engine.host_kv_memory:
         raise ConfigError(f"host_kv_memory is {engine.host_kv_memory}, yet the simulator knows no host tier; leave it out")
+    if engine.pin_prefix:
+        raise ConfigError(f"pin_prefix is {engine.pin_prefix}, yet a trace has no texts that it could begin; leave it out")
     max_context = engine.max_context or DEFAULT_MAX_CONTEXT
     fitting = (engine.kv_memory or DEFAULT_KV_BYTES) // max(1.0, setting.kv_bytes_per_token * engine.page_size)
     limits = RunnerLimits(
@@ -86,6 +90,25 @@ def limits_of(setting: Setting) -> RunnerLimits:
     if engine.num_pages:
         return limits
     return replace(limits, num_pages=max(2, min(limits.num_pages, engine.max_seqs * limits.pages_for(max_context))))
+
+
+def prefix_tree(setting: Setting) -> PrefixTree | None:
+    """An empty tree, as the server would have it."""
+    engine = setting.config.engine
+    if not engine.prefix_cache:
+        return None
+    if engine.eviction == "lru":
+        return PrefixTree(engine.page_size)
+    return PrefixTree(engine.page_size, cost_aware(tokens_of_equal_cost(setting.cost) / engine.page_size))
+
+
+def tokens_of_equal_cost(cost: StepCost) -> float:
+    """Tokens before a token at which its attention costs as much as all else of it; infinite where attention costs nothing."""
+    many = StepWork(MANY, True, 1, 1, 0, 0, 0)
+    seconds = cost.seconds(many)
+    of_tokens = cost.seconds(replace(many, places=2 * MANY)) - seconds
+    of_pairs = cost.seconds(replace(many, chunk_products=MANY**2)) - seconds
+    return MANY * of_tokens / of_pairs if of_pairs > 0 else math.inf
 
 
 class Replica:
@@ -120,7 +143,7 @@ class Replica:
             prefill_chunk=engine.prefill_chunk,
             seed=0,
             clock=self.clock,
-            prefixes=PrefixTree(limits.page_size) if engine.prefix_cache else None,
+            prefixes=prefix_tree(setting),
             pacer=pacer,
         )
         self.core = EngineCore(

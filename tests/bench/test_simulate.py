@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from bench import calibrate, serve_load, simulate
 from bench.simulation import autoscale
 from bench.simulation.fleet import Fleet, Scaling
 from bench.simulation.record import Record, Targets, percentiles
-from bench.simulation.replica import Setting, limits_of, run_closed, run_open
+from bench.simulation.replica import Setting, limits_of, run_closed, run_open, tokens_of_equal_cost
 from bench.simulation.search import find_batch, profile_toml, try_batch
 from bench.simulation.traces import Arrival, at_rate, clip, prompt_tokens, read_trace
 from bench.simulation.virtual import CostRunner, VirtualClock
@@ -169,6 +170,28 @@ def test_shared_prefixes_are_found() -> None:
     assert [outcome.cached for outcome in record.outcomes.values()] == [0, 399, 0]
 
 
+def test_the_server_s_order_of_eviction_is_simulated() -> None:
+    """One block comes five times, then others pass through a small pool: what was used often is still there, or not."""
+    used_often = [(1,)] * 5 + [(n,) for n in range(10, 14)] + [(1,)]
+    arrivals = [Arrival(float(at), 513, 1, blocks) for at, blocks in enumerate(used_often)]
+
+    def cached(eviction: str) -> int:
+        record = Record()
+        run_open(make_setting(eviction=eviction, num_pages=5, page_size=512, max_context=600), arrivals, record)
+        return list(record.outcomes.values())[-1].cached
+
+    assert (cached("lru"), cached("cost")) == (0, 512)
+
+
+def test_attention_s_share_follows_from_the_costs() -> None:
+    chip, _ = read_cost(ROOT / "configs/costs/h200-llama-3.1-8b.toml")
+    # 16 billion operations for a token; for each that it sees four in 32 layers of 4,096.
+    assert tokens_of_equal_cost(chip) == pytest.approx(16.06e9 / (4 * 32 * 4096), rel=0.01)
+    assert tokens_of_equal_cost(dataclasses.replace(COST)) == math.inf
+    kind = KindCost(places=(16, 144), seconds=(0.02, 0.084), per_product=1e-7)
+    assert tokens_of_equal_cost(FittedCost(decode=kind, chunked=kind)) == pytest.approx(0.0005 / 1e-7)
+
+
 def test_the_queue_is_bounded_as_in_the_server() -> None:
     record = Record()
     setting = make_setting(http=HttpConfig(max_queue_requests=3))
@@ -205,6 +228,8 @@ def test_the_pool_follows_the_memory() -> None:
     assert limits_of(dataclasses.replace(setting, window=33)).num_pages == 4 * 7
     with pytest.raises(ConfigError, match="the simulator knows no host tier"):
         limits_of(make_setting(host_kv_memory=2**30))
+    with pytest.raises(ConfigError, match="pin_prefix"):
+        limits_of(make_setting(pin_prefix="system.txt"))
 
 
 def test_simulating_does_not_load_jax() -> None:
