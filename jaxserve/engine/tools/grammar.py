@@ -74,7 +74,7 @@ def calls_or_answer(writing: Writing, functions: Sequence[Function], answer: Gra
     """
     lark = _Lark(writing)
     sequence = lark.sequence(functions, single=single)
-    return lark.grammar(f"{lark.reasoning()} SPACE ({sequence} | answer)", _SPACE, _answer_rule(answer))
+    return lark.grammar(f"{lark.reasoning('SPACE')} (SPACE {sequence} | answer)", _SPACE, _answer_rule(answer))
 
 
 def reasoned_answer(writing: Writing, answer: Grammar) -> str:
@@ -84,7 +84,7 @@ def reasoned_answer(writing: Writing, answer: Grammar) -> str:
         ValueError: the answer's grammar cannot be part of another.
     """
     lark = _Lark(writing)
-    return lark.grammar(f"{lark.reasoning()} SPACE answer", _SPACE, _answer_rule(answer))
+    return lark.grammar(f"{lark.reasoning('SPACE')} answer", _SPACE, _answer_rule(answer))
 
 
 def triggered_calls(writing: Writing, functions: Sequence[Function], *, single: bool) -> str:
@@ -179,19 +179,23 @@ class _Lark:
         self._rules.append(f"PLAIN: TEXT & ~/{re.escape(reasoning.open)}(.|\\n)*/")
         return "PLAIN"
 
-    def reasoning(self) -> str:
-        """What may, or if it is open must, come before the answer."""
+    def reasoning(self, after: str = "") -> str:
+        """What may, or if it is open must, come before the answer.
+
+        Args:
+            after: what comes between reasoning and the answer; without reasoning it would be the answer's own.
+        """
         reasoning = self._writing.reasoning
         if reasoning is None:
             return ""
         if self._writing.opened:
             self._rules.append(self.up_to("thought", reasoning.close))
-            return "thought"
+            return f"thought {after}"
         # One lexeme where the tags are text: its beginning alone is always part of a longer one.
         text = "TEXT" if reasoning.open in self._writing.control_tokens else f"{self.terms(reasoning.open)} TEXT"
         opening = self.terms(reasoning.open) if text == "TEXT" else ""
         self._rules.append(self.up_to("thought", reasoning.close, text=text))
-        return f"({opening} thought)?"
+        return f"({opening} thought {after})?"
 
     def sequence(self, functions: Sequence[Function], *, single: bool, without: str = "") -> str:
         """One call or more with what stands around them, `without` its beginning."""
