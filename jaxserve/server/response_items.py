@@ -5,7 +5,8 @@ Pure. A whole answer is what the last event of a stream would hold, so there is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.engine.output import OutputDelta, ShownToken
@@ -161,23 +162,39 @@ class Items:
         self._key = key
         self._shape = shape
         self._open: _Item | None = None
+        self._unread: deque[ShownToken] = deque()
         self.done: list[dict[str, Any]] = []
 
     def push(self, delta: OutputDelta) -> list[Event]:
-        """Events for what a delta adds. Log probabilities go with text of the answer, where that is all that is asked for."""
-        parts: Iterable[Part] = (Text(delta.text),) if delta.parts is None else delta.parts
-        events = [event for part in parts for event in self._add(part, delta.tokens)]
+        """Events for what a delta adds. Log probabilities are those of the tokens of the answer's text, and go with it."""
+        if delta.parts is None:
+            events = self._say(delta.text, delta.tokens)
+        else:
+            self._unread.extend(delta.tokens)
+            events = [event for part in delta.parts for event in self._add(part)]
         if delta.finish_reason is not None:
             events += self._finish(delta.finish_reason)
         return events
 
-    def _add(self, part: Part, tokens: Sequence[ShownToken]) -> list[Event]:
+    def _say(self, text: str, tokens: Sequence[ShownToken]) -> list[Event]:
+        if not text and not tokens:
+            return []
+        logprobs = self._shape.logprobs(tokens)["content"] if tokens else ()
+        return [*self._into(_Message), self._grow(text, logprobs)]
+
+    def _tokens_of(self, text: Text) -> list[ShownToken]:
+        """The tokens that spell any of `text`. Those before it spell what the answer's parts do not show."""
+        unread, tokens = self._unread, []
+        while len(unread) > 1 and unread[0].offset < text.start and unread[1].offset <= text.start:
+            unread.popleft()
+        while unread and unread[0].offset < text.end:
+            tokens.append(unread.popleft())
+        return tokens
+
+    def _add(self, part: Part) -> list[Event]:
         match part:
             case Text(text):
-                if not text and not tokens:
-                    return []
-                logprobs = self._shape.logprobs(tokens)["content"] if tokens else ()
-                return [*self._into(_Message), self._grow(text, logprobs)]
+                return self._say(text, self._tokens_of(part))
             case Reasoning(text):
                 return [*self._into(_Reasoning), self._grow(text)]
             case CallBegin():
@@ -211,4 +228,6 @@ class Items:
     def _finish(self, reason: FinishReason) -> list[Event]:
         """End what grows. An answer without any item is an empty message."""
         events = [] if self.done or self._open is not None else self._into(_Message)
+        if isinstance(self._open, _Message):  # tokens of half a character, and such as have no text
+            events += self._say("", self._unread)
         return events + self._close("incomplete" if reason is FinishReason.LENGTH else "completed")

@@ -28,6 +28,7 @@ NAMES = {
     "response_format": "text.format",
     "verbosity": "text.verbosity",
     ".function": "",
+    ".allowed_tools": "",
 }
 """Names of fields of a chat completion that are called otherwise here."""
 
@@ -83,8 +84,16 @@ def _chat_tool(tool: schema.FunctionTool) -> dict[str, Any]:
 
 
 def _chat_tool_choice(body: ResponsesRequest) -> Any:
-    choice = body.tool_choice
-    return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, schema.NamedFunction) else choice
+    match body.tool_choice:
+        case schema.NamedFunction(name=name):
+            return _named(name)
+        case schema.AllowedFunctions(mode=mode, tools=tools):
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [_named(tool.name) for tool in tools]}}
+    return body.tool_choice
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 def _chat_format(body: ResponsesRequest) -> dict[str, Any] | None:

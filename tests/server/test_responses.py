@@ -344,9 +344,53 @@ def test_calls_and_what_they_gave_are_input() -> None:
     ]
 
 
+async def test_log_probabilities_are_those_of_the_text_however_it_comes() -> None:
+    tokenizer = HERMES.with_formats(tool_format="hermes", reasoning_format="think")
+    asked = {"model": MODEL, "input": "hi", "temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    for tools in ({"tools": FLAT_TOOLS}, {}):
+        said = f"<think>\nDay 1\n</think>\n\nDay 1: é. {CALLS}\nDone."
+        fake = answering(said, tokenizer, TOOLS if tools else None)
+        async with serving(fake, tokenizer=tokenizer) as server:
+            _, whole = await server.post("/v1/responses", {**asked, **tools})
+            async with server.http.post(f"{server.url}/v1/responses", json={**asked, **tools, "stream": True}) as response:
+                events = [json.loads(line[6:]) for line in (await response.text()).splitlines() if line.startswith("data: ")]
+        messages = [item["content"][0] for item in whole["output"] if item["type"] == "message"]
+        assert len(messages) == 1 + bool(tools)
+        deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+        for message in messages:
+            told = b"".join(bytes(token["bytes"]) for token in message["logprobs"])
+            assert told.decode() == message["text"]
+        assert [token for event in deltas for token in event["logprobs"]] == [
+            token for message in messages for token in message["logprobs"]
+        ]
+
+
+def test_allowed_functions_are_those_of_chat() -> None:
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+    body = {"model": "m", "input": "hi", "tools": FLAT_TOOLS, "tool_choice": allowed}
+    call = parse_responses(json.dumps(body).encode(), HERMES, **WHERE)
+    inner = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    same = {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": inner}}
+    messages = [{"role": "user", "content": "hi"}]
+    assert call.requests == parse_chat({"model": "m", "messages": messages, **same}, HERMES, **WHERE).requests
+    assert call.echo["tool_choice"] == allowed
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        (
+            {"tools": FLAT_TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FLAT_TOOLS[0]]}},
+            "tool_choice.tools[0].description",
+        ),
+        (
+            {
+                "tools": FLAT_TOOLS,
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]},
+            },
+            "tool_choice.tools[0].name",
+        ),
+        ({"tools": FLAT_TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "not-a-type"}}]}, "tools"),
         ({"tools": FLAT_TOOLS, "tool_choice": {"type": "function", "name": "none"}}, "tool_choice.name"),

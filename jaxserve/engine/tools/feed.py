@@ -184,6 +184,13 @@ def put_back(feed: Feed, num_read: int) -> str:
     return read
 
 
+def put_back_before(feed: Feed, num_read: int, marker: str) -> Parse:
+    """Make text of the `num_read` characters after `feed.keep`, but for the marker at their end, and stand behind that."""
+    if text := put_back(feed, num_read - len(marker)):
+        yield Text(text)
+    feed.pos += len(marker)
+
+
 def _without_space(text: str, start: int, end: int) -> int:
     held = max(start, end - MAX_HELD_SPACE)
     return held + len(text[held:end].rstrip())
@@ -218,9 +225,10 @@ class Parser:
         return self._run()
 
     def _run(self) -> tuple[Part, ...]:
-        parts = []
+        parts: list[Part] = []
         for part in self._parse:
             if part is WAIT:
                 break
-            parts.append(part)
+            # A parser stands at the end of the text that it yields.
+            parts.append(Text(part.text, self._feed.offset - len(part.text)) if isinstance(part, Text) else part)
         return tuple(parts)

@@ -18,14 +18,14 @@ from jaxserve.engine.tools.feed import (
     Parse,
     accept,
     peek,
-    put_back,
+    put_back_before,
     read_before,
     read_content,
     read_until,
     skip_space,
     skip_to,
 )
-from jaxserve.engine.tools.parts import Part, Text
+from jaxserve.engine.tools.parts import Part
 from jaxserve.engine.tools.values import RawValue
 
 _NAME = re.compile(r"[\w.\-:/]+")
@@ -53,8 +53,8 @@ class Tokens:
         while (yield from read_content(feed, (self.open,))):
             num_read = feed.num_kept
             found = yield from self._read_call(feed, calls)
-            if not found and (text := put_back(feed, num_read).removesuffix(self.open)):
-                yield Text(text)
+            if not found:
+                yield from put_back_before(feed, num_read, self.open)
 
     def _read_call(self, feed: Feed, calls: Calls) -> Generator[Part | None, None, bool]:
         yield from skip_space(feed)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from jaxserve.engine.tools.calls import Calls, Outcome, ReadCall, read_call, read_rest
-from jaxserve.engine.tools.feed import Feed, Parse, accept, put_back, read_content, skip_space
-from jaxserve.engine.tools.parts import Part, Text
+from jaxserve.engine.tools.feed import Feed, Parse, accept, put_back, put_back_before, read_content, skip_space
+from jaxserve.engine.tools.parts import Part
 
 PYTHON_TAG = "<|python_tag|>"
 MARKERS = (PYTHON_TAG,)
@@ -25,8 +25,8 @@ def read(feed: Feed, calls: Calls) -> Parse:
     while (yield from read_content(feed, MARKERS)):
         num_read = feed.num_kept
         found = yield from _read_calls(feed, calls, only_known=False)
-        if not found and (text := put_back(feed, num_read).removesuffix(PYTHON_TAG)):
-            yield Text(text)
+        if not found:
+            yield from put_back_before(feed, num_read, PYTHON_TAG)
 
 
 def _read_calls(feed: Feed, calls: Calls, *, only_known: bool) -> Generator[Part | None, None, bool]:

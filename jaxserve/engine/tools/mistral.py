@@ -13,8 +13,8 @@ import string
 from collections.abc import Generator
 
 from jaxserve.engine.tools.calls import Calls, Outcome, ReadCall, read_arguments, read_call, read_rest
-from jaxserve.engine.tools.feed import MAX_NAME, Feed, Parse, put_back, read_before, read_content, skip_space
-from jaxserve.engine.tools.parts import Part, Text
+from jaxserve.engine.tools.feed import MAX_NAME, Feed, Parse, put_back, put_back_before, read_before, read_content, skip_space
+from jaxserve.engine.tools.parts import Part
 
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 MARKERS = (TOOL_CALLS, ARGS, CALL_ID)
@@ -42,8 +42,8 @@ def read(feed: Feed, calls: Calls) -> Parse:
             found = (yield from _read_named(feed, calls)) is not Outcome.NONE
         if found:
             yield from skip_space(feed)
-        elif text := put_back(feed, num_read).removesuffix(TOOL_CALLS):
-            yield Text(text)
+        else:
+            yield from put_back_before(feed, num_read, TOOL_CALLS)
 
 
 def _read_list(feed: Feed, calls: Calls) -> Generator[Part | None, None, bool]:

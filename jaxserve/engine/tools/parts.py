@@ -6,14 +6,24 @@ Plain values that every API shapes in its own way. Knows no format and no API.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Further text of the answer itself; not empty."""
+    """Further text of the answer itself; not empty.
+
+    Attributes:
+        start: characters of the output before it, by which its tokens are found.
+    """
 
     text: str
+    start: int = field(default=0, compare=False)
+
+    @property
+    def end(self) -> int:
+        """Characters of the output up to its end."""
+        return self.start + len(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +63,8 @@ def merge(parts: Iterable[Part]) -> tuple[Part, ...]:
     for part in parts:
         last = merged[-1] if merged else None
         match part, last:
-            case Text(text), Text(before):
-                merged[-1] = Text(before + text)
+            case Text(text), Text(before, start):
+                merged[-1] = Text(before + text, start)
             case Reasoning(text), Reasoning(before):
                 merged[-1] = Reasoning(before + text)
             case CallArguments(index, fragment), CallArguments(before_index, before) if index == before_index:

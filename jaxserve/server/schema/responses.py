@@ -10,6 +10,7 @@ from msgspec import Meta
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.server.schema.body import Body, Refused, noun, only
 from jaxserve.server.schema.common import AnyGenerationRequest, Count
+from jaxserve.server.schema.tools import MAX_TOOLS, TOOL_CHOICE
 
 Ignored = Annotated[Any, Meta(description="What an answer said of itself; it means nothing in an input.")]
 
@@ -156,11 +157,24 @@ class FunctionTool(Body, frozen=True, kw_only=True):
     allowed_callers: Refused = None
 
 
-class NamedFunction(Body, frozen=True, kw_only=True):
+class NamedFunction(Body, tag_field="type", tag="function", frozen=True, kw_only=True):
     """The function that is to be called."""
+
+    name: str
+
+
+class AllowedFunction(Body, frozen=True, kw_only=True):
+    """A function that may be called."""
 
     type: Literal["function"]
     name: str
+
+
+class AllowedFunctions(Body, tag_field="type", tag="allowed_tools", frozen=True, kw_only=True):
+    """The functions that may be called of those that the model is shown."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ResponseStreamOptions(Body, frozen=True, kw_only=True):
@@ -199,7 +213,9 @@ class ResponsesRequest(AnyGenerationRequest, frozen=True, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: (
+        Annotated[Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions, Meta(extra=TOOL_CHOICE)] | None
+    ) = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int, Meta(description="Of tools built into the server, of which there are none.")] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16, description="Given back as it is.")] | None = None

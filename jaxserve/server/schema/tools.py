@@ -73,14 +73,16 @@ class AllowedToolsChoice(Body, tag_field="type", tag="allowed_tools", frozen=Tru
     allowed_tools: AllowedTools
 
 
+TOOL_CHOICE = noun(
+    'one of "none", "auto", "required", a function or allowed tools',
+    'any of "none", "auto", "required", functions or allowed tools',
+)
+
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice,
     Meta(
         description="Whether the model calls: none, as it likes (auto), at least once (required), or one that is named.",
-        extra=noun(
-            'one of "none", "auto", "required", a function or allowed tools',
-            'any of "none", "auto", "required", functions or allowed tools',
-        ),
+        extra=TOOL_CHOICE,
     ),
 ]
 

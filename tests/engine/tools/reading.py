@@ -25,6 +25,7 @@ def read(reading: Reading, text: str, cuts: Sequence[int] = ()) -> tuple[Part, .
         start = end
     parts += parser.finish()
     check_order(parts)
+    assert all(text[part.start : part.end] == part.text for part in parts if isinstance(part, Text))
     return merge(parts)
 
 

@@ -144,9 +144,9 @@ def test_an_answer_with_a_grammar_of_its_own_may_stand_beside_calls_and_after_re
         assert accepts(lark, before + write_calls("hermes", ONE))
         assert not accepts(lark, before + wrong)
         assert not accepts(lark, before + write_calls("hermes", [("f", {})]))
-    for lark in (lark, calls_or_answer(writing("hermes"), [WEATHER], answer, single=True)):
-        assert not accepts(lark, f"\n{right}")
-        assert accepts(lark, "\n" + write_calls("hermes", ONE))
+    for each in (lark, calls_or_answer(writing("hermes"), [WEATHER], answer, single=True)):
+        assert not accepts(each, f"\n{right}")
+        assert accepts(each, "\n" + write_calls("hermes", ONE))
     assert not accepts(reasoned_answer(writing("hermes", reasoning=THINK), answer), f"\n{right}")
     opened = Writing({}, reasoning=THINK, opened=True)
     assert accepts(reasoned_answer(opened, answer), f"hm\n</think>\n\n{right}")
