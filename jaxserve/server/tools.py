@@ -27,6 +27,9 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.decoding import check_depth, invalid
 from jaxserve.server.schema.tools import AllowedToolsChoice, FunctionTool, NamedToolChoice, ToolChoice
 
+FORMAT = "response_format"
+"""Begins the name of what says how an answer is to look if there is one, and not what the output has to be."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
@@ -158,9 +161,11 @@ def _with_calls(wanted: Grammar | None, offer: Offer, writing: Writing, *, singl
     offered = [tool for tool in offer.tools if tool.function.name in offer.callable]
     functions = [_function(tool, holds=offer.required or bool(tool.function.strict)) for tool in offered]
     if offer.required:
-        if wanted is not None:
+        if wanted is not None and not wanted.param.startswith(FORMAT):
             raise ValueError("there is no answer that it could restrict where tool_choice requires a call")
-        return Grammar(GrammarKind.LARK, required_calls(writing, functions, single=single), "tools")
+        # The format of an answer, which clients that have one send along with every turn, is kept to by calls alone.
+        param = "tools" if wanted is None else wanted.param
+        return Grammar(GrammarKind.LARK, required_calls(writing, functions, single=single, beside=wanted), param)
     if wanted is not None:
         return Grammar(GrammarKind.LARK, calls_or_answer(writing, functions, wanted, single=single), wanted.param)
     is_strict = any(tool.function.strict for tool in offered)

@@ -247,11 +247,30 @@ async def test_an_answer_in_json_may_stand_beside_calls() -> None:
     wanted = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}}
     async with serving(answering(CALL), tokenizer=HERMES) as server:
         assert (await ask(server, **wanted))["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
-        refused, error = await server.post("/v1/chat/completions", {**BODY, **wanted, "tool_choice": "required"})
-    assert (refused, error["error"]["param"]) == (400, "response_format.json_schema.schema")
     async with serving(answering("hello"), tokenizer=HERMES) as server:
         message = (await ask(server, **wanted))["choices"][0]["message"]
     assert message.get("tool_calls") or json.loads(message["content"]) in ("yes", "no")
+
+
+async def test_the_form_of_an_answer_may_be_said_where_there_is_none() -> None:
+    def form(schema: Any) -> dict[str, Any]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+    async with serving(anything(), tokenizer=HERMES) as server:
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            fields = {**form({"type": "string"}), "tool_choice": choice, "parallel_tool_calls": False}
+            (choice_made,) = (await ask(server, **fields))["choices"]
+            (call,) = choice_made["message"]["tool_calls"]
+            assert choice_made["message"]["content"] is None
+            if call["function"]["name"] == "get_weather":
+                jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER["parameters"])
+        wrong = {**BODY, **form({"type": "not-a-type"}), "tool_choice": "required"}
+        status, answer = await server.post("/v1/chat/completions", wrong)
+        assert (status, answer["error"]["param"]) == (400, "response_format.json_schema.schema")
+        assert "not-a-type" in answer["error"]["message"]
+        wrong = {**BODY, "structured_outputs": {"choice": ["yes"]}, "tool_choice": "required"}
+        status, answer = await server.post("/v1/chat/completions", wrong)
+        assert (status, answer["error"]["param"]) == (400, "structured_outputs.choice")
 
 
 # --- conversations with calls, and what is wrong with them ------------------------------------------------------------

@@ -52,18 +52,22 @@ class Writing:
     opened: bool = False
 
 
-def required_calls(writing: Writing, functions: Sequence[Function], *, single: bool) -> str:
+def required_calls(writing: Writing, functions: Sequence[Function], *, single: bool, beside: Grammar | None = None) -> str:
     """A grammar of answers that are calls and nothing else, but for reasoning before them.
 
     Args:
         single: exactly one call; else at least one.
+        beside: what text beside the calls would be held to. There is none, but the grammar compiles only if this does.
 
     Raises:
-        ValueError: arguments cannot be held to a function's schema; with the reason.
+        ValueError: arguments cannot be held to a function's schema; with the reason. Or as `calls_or_answer`.
     """
     lark = _Lark(writing)
     sequence = lark.sequence(functions, single=single)
-    return lark.grammar(f"{lark.reasoning()} SPACE {sequence}", _SPACE)
+    calls = f"{lark.reasoning()} SPACE {sequence}"
+    if beside is None:
+        return lark.grammar(calls, _SPACE)
+    return lark.grammar(f"({calls} | NEVER answer)", _SPACE, "NEVER: /a/ & /b/", _answer_rule(beside))
 
 
 def calls_or_answer(writing: Writing, functions: Sequence[Function], answer: Grammar, *, single: bool) -> str:
