@@ -176,7 +176,8 @@ class BatchRun:
         if self.record.status is not BatchStatus.VALIDATING:
             return await self._through(InputFile, path)
         async with self._place.checking:
-            checked = await self._through(check_input, path, self.record.endpoint)
+            limit = self._place.service.max_body_bytes
+            checked = await self._through(check_input, path, self.record.endpoint, limit)
         if checked.errors:
             await self._fail(checked.errors)
             return None

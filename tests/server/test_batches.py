@@ -270,6 +270,20 @@ async def test_a_file_that_is_wrong_fails_with_its_lines(tmp_path: Path) -> None
             assert len(errors.data or []) <= 101
 
 
+@pytest.mark.slow
+async def test_lines_are_as_large_as_bodies_may_be(tmp_path: Path) -> None:
+    crumbs = {**line("b"), "body": {"prompt": [[]] * 200_000}}
+    lines = [line("a"), crumbs, {**line("c"), "body": {"prompt": "x" * 1_000_000}}]
+    async with batching(tmp_path, max_body_bytes=1_000_000) as server:
+        batch = await server.until(await server.create(lines))
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        errors = batch.errors.data or []
+        assert [(error.line, error.code) for error in errors] == [(2, "invalid_json_line"), (3, "line_too_long")]
+        assert "brackets" in (errors[0].message or "")
+        assert "longer than 1000000 bytes" in (errors[1].message or "")
+
+
 WRONG_BATCHES: list[tuple[dict[str, Any], int, str]] = [
     ({"input_file_id": "file-none"}, 404, "input_file_id"),
     ({"input_file_id": 7}, 400, "input_file_id"),

@@ -46,8 +46,8 @@ def decode[B: msgspec.Struct](data: bytes | Mapping[str, Any], cls: type[B]) -> 
     Raises:
         InvalidRequest: it is no JSON, nested too deeply, or not as `cls` has it.
     """
-    if isinstance(data, bytes) and len(data) > MAX_EXPLAINED_BYTES:
-        _check_crumbs(data)
+    if isinstance(data, bytes):
+        check_crumbs(data)
     try:
         return _decoder(cls).decode(data) if isinstance(data, bytes) else msgspec.convert(data, cls)
     except msgspec.ValidationError as error:
@@ -179,7 +179,14 @@ def check_text(name: str, text: str) -> str:
 # --- from a failure to its explanation --------------------------------------------------------------------------------
 
 
-def _check_crumbs(data: bytes) -> None:
+def check_crumbs(data: bytes) -> None:
+    """Refuse a large body that is made of small arrays or objects.
+
+    Raises:
+        InvalidRequest: it has more brackets than one for every `BYTES_PER_BRACKET` bytes.
+    """
+    if len(data) <= MAX_EXPLAINED_BYTES:
+        return
     found, limit = data.count(b"[") + data.count(b"{"), len(data) // BYTES_PER_BRACKET
     if found > limit:
         raise InvalidRequest(f"the body has {found} brackets in {len(data)} bytes; in one as large, {limit} are the most")

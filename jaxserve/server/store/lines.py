@@ -18,6 +18,7 @@ from typing import Any
 from jaxserve.batch_file import InputFile, custom_id_of, parse_batch_line, unanswered
 from jaxserve.errors import InvalidRequest
 from jaxserve.journal import Journal, encode_json
+from jaxserve.server.schema.decoding import check_crumbs
 from jaxserve.server.store.batches import BatchRecord, BatchStatus, Counts, LineError
 from jaxserve.server.store.files import FileStore
 
@@ -44,8 +45,11 @@ class Checked:
     errors: tuple[LineError, ...]
 
 
-def check_input(path: Path, endpoint: str) -> Checked:
+def check_input(path: Path, endpoint: str, max_line_bytes: int) -> Checked:
     """Read an input file whose lines must be requests for `endpoint`, each with an id of its own.
+
+    Args:
+        max_line_bytes: a longer line is not read: nothing else gets to run meanwhile.
 
     Raises:
         ConfigError: it cannot be read.
@@ -58,7 +62,7 @@ def check_input(path: Path, endpoint: str) -> Checked:
         return Checked(file, (LineError(code="too_many_requests", message=message),))
     errors: list[LineError] = []
     num_more = 0
-    for error in _line_errors(file, endpoint):
+    for error in _line_errors(file, endpoint, max_line_bytes):
         if len(errors) < MAX_ERRORS:
             errors.append(error)
         else:
@@ -68,10 +72,15 @@ def check_input(path: Path, endpoint: str) -> Checked:
     return Checked(file, tuple(errors))
 
 
-def _line_errors(file: InputFile, endpoint: str) -> Iterator[LineError]:
+def _line_errors(file: InputFile, endpoint: str, max_line_bytes: int) -> Iterator[LineError]:
     taken: dict[bytes, int] = {}
     for number, raw in _politely(file.lines()):
+        if len(raw) > max_line_bytes:
+            message = f"the line is longer than {max_line_bytes} bytes, the most that this server reads of a request"
+            yield LineError(code="line_too_long", message=message, line=number)
+            continue
         try:
+            check_crumbs(raw)
             custom_id = parse_batch_line(number, raw, endpoint).custom_id
         except InvalidRequest as error:
             code = "invalid_json_line" if error.param is None else f"invalid_{error.param}"
