@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -82,11 +83,18 @@ def test_the_tables_have_every_extension() -> None:
     assert {("chat", name) for name in CHAT_EXTENSIONS} <= listed
 
 
-def reference_fields(shared: Path, name: str) -> set[str]:
-    """The fields of an object in OpenAI's own description."""
+@functools.cache
+def reference(shared: Path) -> dict[str, Any]:
+    """All schemas of OpenAI's own description, by name."""
     yaml = pytest.importorskip("yaml")
     text = (shared / "data/openai-spec/openapi.yaml").read_text()
-    schemas = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["components"]["schemas"]
+    schemas: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["components"]["schemas"]
+    return schemas
+
+
+def reference_fields(shared: Path, name: str) -> set[str]:
+    """The fields of an object in OpenAI's own description."""
+    schemas = reference(shared)
 
     def properties(schema: dict[str, Any]) -> set[str]:
         if "$ref" in schema:
