@@ -287,8 +287,19 @@ def _json_source(text: str) -> str:
     return source
 
 
+def check_regex(text: str) -> str:
+    """A regular expression, which must not end in the middle of an escape: llguidance would leave that out without a word.
+
+    Raises:
+        ValueError: it does.
+    """
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise ValueError("invalid regex: a backslash at its end escapes nothing")
+    return text
+
+
 def _regex_source(text: str) -> str:
-    source: str = llguidance.LLMatcher.grammar_from_regex(text)
+    source: str = llguidance.LLMatcher.grammar_from_regex(check_regex(text))
     return source
 
 

@@ -54,8 +54,9 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
         where, current, depth = pending.pop()
         if depth > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-        _check(where, current)
-        _spell_out_spaces(current)
+        place = f"at {where[:200]}: " if where else ""
+        _check(place, current)
+        _spell_out_patterns(place, current)
         _spell_out_counts(current)
         pending.extend((path, child, depth + 1) for path, child in _children(where, current) if not isinstance(child, bool))
     if not is_finite(schema):
@@ -75,8 +76,7 @@ def _children(where: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{where}/{name}/{key}", child) for key, child in schema[name].items())
 
 
-def _check(where: str, schema: Any) -> None:
-    place = f"at {where[:200]}: " if where else ""
+def _check(place: str, schema: Any) -> None:
     if not isinstance(schema, dict):
         raise ValueError(f"{place}a schema must be an object or a boolean, found {schema!r:.60}")
     for name, advice in FOREIGN.items():
@@ -119,11 +119,14 @@ def _check_min_properties(place: str, schema: dict[str, Any], num_required: int)
         )
 
 
-def _spell_out_spaces(schema: dict[str, Any]) -> None:
-    if isinstance(schema.get("pattern"), str):
-        schema["pattern"] = ecma_spaces(schema["pattern"])
-    if isinstance(schema.get("patternProperties"), dict):
-        schema["patternProperties"] = {ecma_spaces(pattern): child for pattern, child in schema["patternProperties"].items()}
+def _spell_out_patterns(place: str, schema: dict[str, Any]) -> None:
+    try:
+        if isinstance(schema.get("pattern"), str):
+            schema["pattern"] = ecma_regex(schema["pattern"])
+        if isinstance(schema.get("patternProperties"), dict):
+            schema["patternProperties"] = {ecma_regex(key): child for key, child in schema["patternProperties"].items()}
+    except ValueError as error:
+        raise ValueError(f"{place}{error}") from None
 
 
 def _spell_out_counts(schema: dict[str, Any]) -> None:
@@ -133,22 +136,36 @@ def _spell_out_counts(schema: dict[str, Any]) -> None:
             schema[name] = int(schema[name])
 
 
-_ESCAPE_OR_BRACKET = re.compile(r"\\.|[\[\]]", re.DOTALL)
+_TOKEN = re.compile(r"\\.|[\[\].]|&&|--|~~|\\$", re.DOTALL)
+
+_EMPTY_CLASS = re.compile(r"\[\^?\]")
 
 
-def ecma_spaces(pattern: str) -> str:
-    r"""The regular expression with `\s` and `\S` as ECMA-262 has them, to which U+FEFF is a space, where that can be said."""
+def ecma_regex(pattern: str) -> str:
+    r"""The regular expression as the compiler writes what ECMA-262 means by it.
+
+    To ECMA-262 U+FEFF is a space, `.` is no line separator of four, and classes of characters hold no others and no operators.
+
+    Raises:
+        ValueError: it has a class of no characters, or ends within an escape, which the compiler would read otherwise.
+    """
     in_class = False
 
     def replace(match: re.Match[str]) -> str:
         nonlocal in_class
         token = match[0]
-        if token in "[]":
-            in_class = token == "["
-        elif token == r"\s":
-            return r"\s\x{FEFF}" if in_class else r"[\s\x{FEFF}]"
-        elif token == r"\S" and not in_class:
-            return r"[^\s\x{FEFF}]"
-        return token
+        if token == "\\":
+            raise ValueError(f"the pattern {pattern!r:.60} ends with a backslash that escapes nothing")
+        if token == "[" and not in_class and _EMPTY_CLASS.match(pattern, match.start()):
+            raise ValueError(f"the pattern {pattern!r:.60} has a class of characters without any, which is not supported")
+        if in_class:
+            in_class = token != "]"
+            return _IN_CLASS.get(token, token)
+        in_class = token == "["
+        return _OUTSIDE.get(token, token)
 
-    return _ESCAPE_OR_BRACKET.sub(replace, pattern)
+    return _TOKEN.sub(replace, pattern)
+
+
+_IN_CLASS = {r"\s": r"\s\x{FEFF}", "[": r"\[", "&&": r"&\&", "--": r"-\-", "~~": r"~\~"}
+_OUTSIDE = {r"\s": r"[\s\x{FEFF}]", r"\S": r"[^\s\x{FEFF}]", ".": r"[^\n\r\x{2028}\x{2029}]"}

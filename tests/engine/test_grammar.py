@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.constraint import Grammar, GrammarKind
 from jaxserve.engine import grammar as grammar_module
 from jaxserve.engine.grammar import MAX_GRAMMAR_CHARACTERS, GrammarCompiler
-from jaxserve.engine.json_schema import ecma_spaces
+from jaxserve.engine.json_schema import ecma_regex
 from jaxserve.errors import EngineError, InvalidRequest
 from tests.engine import tiny_tokenizers
 from tests.engine.grammars import (
@@ -261,10 +261,31 @@ class TestRefusals:
             (r"\s+\S", r"[\s\x{FEFF}]+[^\s\x{FEFF}]"),
             (r"[\s,]\\s", r"[\s\x{FEFF},]\\s"),
             (r"\[\S", r"\[[^\s\x{FEFF}]"),
+            (r"a.[.]\.", r"a[^\n\r\x{2028}\x{2029}][.]\."),
+            (r"[[a]&&--", r"[\[a]&&--"),
+            (r"[a-z&&[b--c~~d]", r"[a-z&\&\[b-\-c~\~d]"),
         ],
     )
-    def test_spaces_as_ecma_has_them(self, pattern, expected):
-        assert ecma_spaces(pattern) == expected
+    def test_patterns_mean_what_ecma_means_by_them(self, pattern, expected):
+        assert ecma_regex(pattern) == expected
+
+    @pytest.mark.parametrize(
+        ("pattern", "right", "wrong"),
+        [
+            ("^.$", ["a", "é", "-"], ["\u2028", "\u2029", "\\n", "\\r", "ab"]),
+            ("^[[a&&b]$", ["[", "a", "&", "b"], ["c", ""]),
+            ("^[+--/]$", ["+", ",", "-", "/"], ["."]),
+            (r"^\d\w$", ["1a"], ["٣a", "1é"]),
+        ],
+    )
+    def test_what_patterns_let_pass(self, pattern, right, wrong):
+        grammar = json_schema({"type": "string", "pattern": pattern})
+        assert [text for text in (*right, *wrong) if accepts(grammar, f'"{text}"')] == right
+
+    @pytest.mark.parametrize("pattern", ["a\\", "[]a]", "[^]a]"])
+    def test_patterns_that_would_be_read_otherwise_are_refused(self, pattern):
+        assert "at /properties/a: the pattern" in refusal(json_schema({"properties": {"a": {"pattern": pattern}}}))
+        assert "the pattern" in refusal(json_schema({"patternProperties": {pattern: {}}}))
 
 
 VALUES = st.recursive(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.constraint import Grammar, GrammarKind
-from jaxserve.engine.grammar import JSON_OPTIONS, RULE_IS
+from jaxserve.engine.grammar import JSON_OPTIONS, RULE_IS, check_regex
 from jaxserve.engine.json_schema import prepare_schema
 from jaxserve.engine.tools.formats import Syntax
 from jaxserve.engine.tools.gemma_schema import gemma_rules
@@ -126,7 +126,7 @@ def _answer_rule(answer: Grammar) -> str:
         case GrammarKind.CHOICE:
             return "answer: " + " | ".join(map(json.dumps, json.loads(answer.text)))
         case GrammarKind.REGEX:
-            return f"answer: /{_UNESCAPED_SLASH.sub(_escape_slash, answer.text)}/"
+            return f"{RULE_IS}the expression\nanswer: /{_UNESCAPED_SLASH.sub(_escape_slash, check_regex(answer.text))}/"
     raise ValueError(
         "a grammar in Lark's notation cannot be combined with tools, nor with reasoning that the prompt has opened"
     )
@@ -136,7 +136,7 @@ _UNESCAPED_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 def _escape_slash(match: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0])
 
 
 def inline_json(schema: Any) -> str:

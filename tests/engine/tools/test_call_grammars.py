@@ -131,6 +131,7 @@ ANSWERS = [
     (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "required": ["a"]}'), '{"a": 1}', '{"b": 1}'),
     (Grammar(GrammarKind.CHOICE, '["yes", "\\"no\\"/"]'), '"no"/', "no"),
     (Grammar(GrammarKind.REGEX, r"a/b\/[/\d]+|\n"), "a/b/12/", "a/b"),
+    (Grammar(GrammarKind.REGEX, "a\\\nb\n\\\\"), "a\nb\n\\", "a\\\nb"),
 ]
 
 
@@ -152,6 +153,21 @@ def test_an_answer_with_a_grammar_of_its_own_may_stand_beside_calls_and_after_re
     assert accepts(reasoned_answer(opened, answer), f"hm\n</think>\n\n{right}")
     assert not accepts(reasoned_answer(opened, answer), right)
     assert not accepts(reasoned_answer(opened, answer), f"hm\n</think>\n\n{wrong}")
+
+
+@pytest.mark.parametrize("text", ["\\", "a\\", "a\\\\\\"])
+def test_an_expression_that_ends_within_an_escape_is_refused(text: str) -> None:
+    answer = Grammar(GrammarKind.REGEX, text, "structured_outputs.regex")
+    with pytest.raises(InvalidRequest, match="escapes nothing"):
+        COMPILERS["text"].compile(answer)
+    with pytest.raises(ValueError, match="escapes nothing"):
+        reasoned_answer(Writing({}, reasoning=THINK), answer)
+
+
+def test_what_is_wrong_with_an_expression_is_said_of_it_alone() -> None:
+    lark = reasoned_answer(Writing({}, reasoning=THINK), Grammar(GrammarKind.REGEX, "(a"))
+    with pytest.raises(InvalidRequest, match=r"^grammar: the expression: invalid regex"):
+        COMPILERS["text"].compile(Grammar(GrammarKind.LARK, lark))
 
 
 def test_a_lark_grammar_cannot_be_part_of_another() -> None:
