@@ -24,9 +24,9 @@ def shared(config: HfConfig) -> dict[str, Any]:
         "norm_offset": 1.0,
         "qkv_bias": biased,
         "output_bias": biased,
-        "attention_scale": config.number("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_soft_cap": config.optional_number("attn_logit_softcapping", 50.0),
-        "logits_soft_cap": config.optional_number("final_logit_softcapping", 30.0),
+        "attention_scale": config.positive("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_soft_cap": config.optional_positive("attn_logit_softcapping", 50.0),
+        "logits_soft_cap": config.optional_positive("final_logit_softcapping", 30.0),
         "embedding_scale": math.sqrt(config.count("hidden_size")),
         "window": config.count("sliding_window", 4096),
     }

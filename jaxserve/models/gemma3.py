@@ -28,7 +28,7 @@ def read(config: HfConfig) -> dict[str, Any]:
     config = config.with_defaults(**DEFAULTS)
     period = config.count("sliding_window_pattern", 6)
     pattern = tuple((layer + 1) % period != 0 for layer in range(config.count("num_hidden_layers")))
-    local_theta = config.number("rope_local_base_freq", 10_000.0)
+    local_theta = config.positive("rope_local_base_freq", 10_000.0)
     fields = {"qk_norm": "head", "windowed": config.windowed(pattern)}
     return gemma2.shared(config) | config.rope_of_kinds(1_000_000.0, local_theta) | fields
 

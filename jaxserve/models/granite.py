@@ -13,9 +13,9 @@ def read(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig`."""
     return llama.read(config) | {
         "embedding_scale": config.number("embedding_multiplier", 1.0),
-        "attention_scale": config.number("attention_multiplier", 1.0),
+        "attention_scale": config.positive("attention_multiplier", 1.0),
         "residual_scale": config.number("residual_multiplier", 1.0),
-        "logits_scale": 1.0 / config.number("logits_scaling", 1.0),
+        "logits_scale": 1.0 / config.positive("logits_scaling", 1.0),
     }
 
 

@@ -20,7 +20,7 @@ def read(config: HfConfig) -> dict[str, Any]:
     )
     return fields | {
         "qk_norm": "projection",
-        "rms_norm_eps": config.number("rms_norm_eps", 1e-5),
+        "rms_norm_eps": config.positive("rms_norm_eps", 1e-5),
         "qkv_bias": biased,
         "output_bias": biased,
         "experts": experts,

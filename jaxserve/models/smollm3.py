@@ -16,7 +16,9 @@ def read(config: HfConfig) -> dict[str, Any]:
     interval = config.count("no_rope_layer_interval", 4)
     # In spite of its name, the list says which layers do rotate.
     listed = config.get("no_rope_layers", [(layer + 1) % interval != 0 for layer in range(num_layers)])
-    rotary = tuple(bool(rotates) for rotates in listed)
+    if not isinstance(listed, list) or not all(rotates in (0, 1) for rotates in listed):
+        raise config.error("no_rope_layers", "a list of 0 and 1")
+    rotary = tuple(map(bool, listed))
     fields = {"rope_theta": config.rope_theta(2_000_000.0), "rotary": rotary}
     window = config.optional_count("sliding_window")
     if config.flag("use_sliding_window") and window is not None:

@@ -69,6 +69,8 @@ SAME: dict[str, tuple[dict[str, Any], ModelConfig]] = {
     "KV heads missing": (without("num_key_value_heads"), replace(PLAIN, num_kv_heads=4)),
     "KV heads null": (LLAMA | {"num_key_value_heads": None}, replace(PLAIN, num_kv_heads=4)),
     "many EOS": (LLAMA | {"eos_token_id": [2, 7]}, replace(PLAIN, eos_token_ids=(2, 7))),
+    "EOS that is none": (LLAMA | {"eos_token_id": -1}, replace(PLAIN, eos_token_ids=())),
+    "many BOS": (LLAMA | {"bos_token_id": [1, 5]}, PLAIN),
     "no EOS": (LLAMA | {"eos_token_id": None}, replace(PLAIN, eos_token_ids=())),
     "biases null": (LLAMA | {"attention_bias": None, "mlp_bias": None}, PLAIN),
     "architectures missing": (without("architectures"), PLAIN),
@@ -106,8 +108,64 @@ WRONG = {
     "infinite": (LLAMA | {"rms_norm_eps": math.inf}, "rms_norm_eps must be a number, found inf"),
     "rope a list": (LLAMA | {"rope_scaling": [1]}, r"rope_scaling must be an object, found \[1\]"),
     "unknown scaling": (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope scaling 'dynamic' is not supported"),
-    "scaling without factor": (LLAMA | {"rope_scaling": {"type": "linear"}}, "'factor'.* is missing or wrong"),
+    "scaling without factor": (LLAMA | {"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
     "eos": (LLAMA | {"eos_token_id": [2, None]}, "eos_token_id must be a token id or a list"),
+    "bos": (LLAMA | {"bos_token_id": "<s>"}, "bos_token_id must be a token id or a list"),
+    "as many layers as would take all memory": (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers must be at most"),
+    "as many experts": (
+        LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 10**9},
+        "num_local_experts must be at most",
+    ),
+    "wider than any": (LLAMA | {"intermediate_size": 10**12}, "intermediate_size must be at most"),
+    "a number beyond all floats": (LLAMA | {"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
+    "a negative epsilon": (LLAMA | {"rms_norm_eps": -1e-5}, "rms_norm_eps must be a number above 0"),
+    "a base in words": (LLAMA | {"rope_theta": "10k"}, "rope_theta must be a number above 1, found '10k'"),
+    "a base of 1": (LLAMA | {"rope_theta": 1}, "rope_theta must be a number above 1, found 1"),
+    "a base in rope_parameters": (
+        without("rope_theta") | {"rope_parameters": {"rope_theta": [5e5]}},
+        r"rope_theta must be a number above 1, found \[500000.0\]",
+    ),
+    "a part in words": (LLAMA | {"partial_rotary_factor": "half"}, "partial_rotary_factor must be .*, found 'half'"),
+    "a part of nothing": (LLAMA | {"partial_rotary_factor": 0.01}, r"leave a part of head_dim \(16\), found 0.01"),
+    "a list for a name": (LLAMA | {"hidden_act": ["silu"]}, r"hidden_act must be one of silu, .* found \['silu'\]"),
+    "a list for a scaling": (LLAMA | {"rope_scaling": {"type": ["linear"]}}, r"rope scaling \['linear'\] is not supported"),
+    "a negative factor": (LLAMA | {"rope_scaling": {"type": "linear", "factor": -2}}, "is wrong: -2 is not above 0"),
+    "a factor in words": (LLAMA | {"rope_scaling": {"type": "linear", "factor": "2"}}, "is wrong: '2' is not a number"),
+    "a factor beyond all floats": (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 10**400}}, "is not a number"),
+    "an ill blend": (
+        LLAMA | {"rope_scaling": {"type": "llama3"} | LLAMA_3_SCALING | {"low_freq_factor": 4}},
+        r"low_freq_factor \(4.0\) must be below high_freq_factor \(4.0\)",
+    ),
+    "a long rope over one position": (
+        LLAMA
+        | {"original_max_position_embeddings": 1}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}},
+        "is wrong: .*division by zero",
+    ),
+    "factors of nothing": (
+        LLAMA | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0] * 8}},
+        "is wrong: 0 is not above 0",
+    ),
+    "kinds of layers that are none": (
+        LLAMA | {"architectures": ["Gemma2ForCausalLM"], "layer_types": [[], {}]},
+        "layer_types must be a list of sliding_attention and full_attention",
+    ),
+    "scores scaled by the root of nothing": (
+        LLAMA | {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": -4},
+        "query_pre_attn_scalar must be a number above 0",
+    ),
+    "a cap of 0": (
+        LLAMA | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0.0},
+        "attn_logit_softcapping must be a number above 0",
+    ),
+    "logits divided by 0": (
+        LLAMA | {"architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
+        "logits_scaling must be a number above 0",
+    ),
+    "layers without rotation in words": (
+        LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": "11"},
+        "no_rope_layers must be a list of 0 and 1",
+    ),
 }
 
 
