@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from checkpoints.checkpoint import CheckpointError
@@ -22,6 +23,9 @@ from checkpoints.safetensors import read_header
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_PROBLEMS = 10
+MAX_REPEATS = 4
+LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+"""Of what a pair may hold: more is infinite in bfloat16, and times the zeros of others' rows no number."""
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight")
 _CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -105,31 +109,46 @@ def _problems_of_config(config: Mapping[str, Any]) -> list[str]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         problems.append(f"r must be a whole number of at least 1, found {rank!r}")
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        problems.append(f"lora_alpha must be a number, found {alpha!r}")
-    for key in ("rank_pattern", "alpha_pattern"):
-        pattern = config.get(key) or {}
-        if not (
-            isinstance(pattern, Mapping) and all(map(_is_expression, pattern)) and all(map(_is_positive, pattern.values()))
-        ):
-            problems.append(f"{key} must have a positive number for each expression, found {pattern!r:.80}")
-    return problems
+    if type(alpha) not in (int, float) or not abs(alpha) <= LARGEST:
+        problems.append(f"lora_alpha must be a number, found {alpha!r:.80}")
+    problems += _problems_of_pattern(config, "rank_pattern", "whole number", _is_count)
+    return problems + _problems_of_pattern(config, "alpha_pattern", "number", _is_positive)
+
+
+def _problems_of_pattern(config: Mapping[str, Any], key: str, kind: str, is_one: Callable[[Any], bool]) -> list[str]:
+    pattern = config.get(key) or {}
+    if not (isinstance(pattern, Mapping) and all(map(_is_expression, pattern)) and all(map(is_one, pattern.values()))):
+        return [f"{key} must have a positive {kind} for each expression, found {pattern!r:.80}"]
+    slow = next((text for text in pattern if _may_take_for_ever(text)), None)
+    return (
+        [] if slow is None else [f"{key}: {slow!r:.80} has too many repetitions, or one of a group, and could take for ever"]
+    )
 
 
 def _is_expression(text: str) -> bool:
     try:
         re.compile(text)
+        re.compile(_at_the_end(text))
     except re.error:
         return False
     return True
 
 
+def _may_take_for_ever(text: str) -> bool:
+    """Whether trying the expression on a name could take longer than some milliseconds, in which Python does nothing else."""
+    return re.search(r"\)[*+{]", text) is not None or len(re.findall(r"[*+{]", text)) > MAX_REPEATS
+
+
 def _is_positive(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < math.inf
+    return type(value) in (int, float) and 0 < value <= LARGEST
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _read_sides(path: Path) -> dict[tuple[str, str], np.ndarray]:
-    """The file's tensors by module and side."""
+    """The file's tensors by module, as the file calls it, and side."""
     sides: dict[tuple[str, str], np.ndarray] = {}
     problems = []
     file = FileReader(path)
@@ -138,12 +157,14 @@ def _read_sides(path: Path) -> dict[tuple[str, str], np.ndarray]:
             match = _NAME.fullmatch(name)
             if match is None:
                 problems.append(f"{name} is no lora_A or lora_B of a product")
+            elif match.group("module", "side") in sides:
+                problems.append(f"{name} comes after another of the same product")
             elif entry.info.dtype.name not in ("float32", "float16", "bfloat16") or len(entry.info.shape) != 2:
                 problems.append(f"{name} is {entry.info.dtype.name} of {entry.info.shape}, expected a matrix of floats")
             else:
                 values = aligned_empty(entry.info.shape, entry.info.dtype)
                 file.read_into(values, entry.offset)
-                sides[_module(match["module"]), match["side"]] = values.astype(np.float32)
+                sides[match.group("module", "side")] = values.astype(np.float32)
     finally:
         file.close()
     _raise_all(path, problems)
@@ -159,19 +180,24 @@ def _module(name: str) -> str:
 
 
 def _pairs(config: Mapping[str, Any], sides: Mapping[tuple[str, str], np.ndarray], path: Path) -> dict[str, Any]:
-    pairs, problems = {}, []
+    pairs: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    problems = []
     for module in dict.fromkeys(module for module, _ in sides):
         a, b = sides.get((module, "A")), sides.get((module, "B"))
-        rank = int(_of_pattern(config.get("rank_pattern"), module, config["r"]))
+        rank = _of_pattern(config.get("rank_pattern"), module, config["r"])
         if a is None or b is None:
             problems.append(f"{module} has lora_{'B' if a is None else 'A'} and no lora_{'A' if a is None else 'B'}")
         elif not a.shape[0] == b.shape[1] == rank:
-            problems.append(f"{module} has A of {a.shape} and B of {b.shape}, expected rank {rank} as {CONFIG} says")
+            problems.append(f"{module} has A of {a.shape} and B of {b.shape}, expected rank {rank:.6g} as {CONFIG} says")
+        elif _module(module) in pairs:
+            problems.append(f"{module} is there under another name too")
         else:
             alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
-            pairs[module] = a, b * np.float32(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-            if not all(np.isfinite(side).all() for side in pairs[module]):
-                problems.append(f"{module} has numbers that are not finite")
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            with np.errstate(over="ignore"):
+                pairs[_module(module)] = a, b * np.float32(scale)
+            if not all((np.abs(side) <= LARGEST).all() for side in pairs[_module(module)]):
+                problems.append(f"{module} has numbers that are not finite, or are not once they are scaled")
     _raise_all(path, problems)
     if not pairs:
         raise CheckpointError(f"{path}: has no tensors")
@@ -181,9 +207,13 @@ def _pairs(config: Mapping[str, Any], sides: Mapping[tuple[str, str], np.ndarray
 def _of_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
     """What PEFT takes for a module: the first key that, as a regular expression, the end of its name matches."""
     for key, value in (pattern or {}).items():
-        if re.fullmatch(rf"(.*\.)?({key})", module):
+        if re.fullmatch(_at_the_end(key), module):
             return value
     return default
+
+
+def _at_the_end(key: str) -> str:
+    return rf"(.*\.)?({key})"
 
 
 def _raise_all(path: Path, problems: list[str]) -> None:

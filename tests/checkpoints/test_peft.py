@@ -61,6 +61,14 @@ def test_scales(tmp_path: Path, config: dict[str, Any], expected: float) -> None
     assert scale_of(adapter, Q0) == pytest.approx(expected)
 
 
+def test_patterns_are_of_the_names_in_the_whole_model(tmp_path: Path) -> None:
+    """Of a model that also sees, whose text model's modules have longer names than they have here."""
+    path = random_adapter(WEIGHTS, 0, rank=2).write(tmp_path / "adapter", alpha_pattern={"language_model.layers.0.*": 8})
+    named = f"base_model.model.model.language_model.{Q0.removeprefix('model.')}.lora_{{}}.weight"
+    save_file({named.format(side): np.ones((2, 2), np.float32) for side in "AB"}, path / "adapter_model.safetensors")
+    assert read_peft(path).pairs[Q0][1].max() == 4.0
+
+
 def test_a_rank_of_its_own(tmp_path: Path) -> None:
     adapter = read(tmp_path, r=16, rank_pattern={"q_proj": 2, "down_proj": 2}, use_rslora=True)
     assert scale_of(adapter, Q0) == pytest.approx(6 / 2**0.5)
@@ -97,8 +105,14 @@ def test_names_of_other_wrappings(tmp_path: Path, spelled: str) -> None:
         ({"r": 0}, "r must be a whole number of at least 1, found 0"),
         ({"r": 4}, r"has A of \(2, 6\) and B of \(8, 2\), expected rank 4"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number, found '8'"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number, found 1000"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern must have a positive number"),
-        ({"rank_pattern": {"q_proj(": 2}}, "rank_pattern must have a positive number"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern must have a positive number"),
+        ({"alpha_pattern": {"(?i)q_proj": 2}}, "alpha_pattern must have a positive number"),
+        ({"alpha_pattern": {"((a|b)+)+x": 2}}, "alpha_pattern: .* could take for ever"),
+        ({"alpha_pattern": {r".*\..*\..*\..*\..*_proj": 2}}, "alpha_pattern: .* could take for ever"),
+        ({"rank_pattern": {"q_proj(": 2}}, "rank_pattern must have a positive whole number"),
+        ({"rank_pattern": {"q_proj": 0.5}}, "rank_pattern must have a positive whole number"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
@@ -120,6 +134,11 @@ def test_everything_wrong_is_in_one_error(tmp_path: Path) -> None:
         ({f"base_model.model.{Q0}.lora_A.weight": None}, f"{Q0} has lora_B and no lora_A"),
         ({f"base_model.model.{Q0}.lora_B.weight": None}, f"{Q0} has lora_A and no lora_B"),
         ({f"base_model.model.{Q0}.lora_B.weight": (8, 2, 1)}, "expected a matrix of floats"),
+        ({f"base_model.model.{Q0}.lora_A.other.weight": (2, 6)}, "lora_A.* comes after another of the same product"),
+        (
+            {f"base_model.{Q0}.lora_A.weight": (2, 6), f"base_model.{Q0}.lora_B.weight": (8, 2)},
+            "is there under another name too",
+        ),
     ],
 )
 def test_tensors_that_are_no_pairs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -134,9 +153,11 @@ def test_tensors_that_are_no_pairs(tmp_path: Path, changes: dict[str, Any], mess
         read_peft(path)
 
 
-def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("value", "side"), [(np.nan, "A"), (np.inf, "B"), (3.4e38, "A"), (2e38, "B")])
+def test_numbers_that_are_not_finite(tmp_path: Path, value: float, side: str) -> None:
+    """Nor those that are not in bfloat16, or once they are scaled: times the zeros of other rows they would be none at all."""
     adapter = random_adapter(WEIGHTS, 0, rank=2)
-    adapter.tensors[f"base_model.model.{DOWN1}.lora_A.weight"][1, 1] = np.nan
+    adapter.tensors[f"base_model.model.{DOWN1}.lora_{side}.weight"][1, 1] = value
     with pytest.raises(CheckpointError, match=f"{DOWN1} has numbers that are not finite"):
         read_peft(adapter.write(tmp_path / "adapter"))
 
