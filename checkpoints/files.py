@@ -26,16 +26,23 @@ ALIGNMENT = 64
 MAX_READ = 1 << 30
 # What is read at once where it is converted on the way: little enough to be in the cache still.
 CONVERTED_BYTES = 1 << 20
-MAX_JSON_BYTES = 1 << 28
+MAX_SMALL_BYTES = 1 << 28
 ORBAX_METADATA = "_METADATA"
 KEY = ".written-for"
 """Of a directory that is not complete: what it is written for."""
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """An uninitialised C-contiguous array that a CPU device can take over without a copy."""
+    """An uninitialised C-contiguous array that a CPU device can take over without a copy.
+
+    Raises:
+        CheckpointError: there is not so much memory.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    try:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise CheckpointError(f"{dtype.name}{list(shape)} takes {nbytes} bytes, which there is no memory for") from error
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
@@ -88,14 +95,18 @@ class FileReader:
         self._file.close()
 
 
+def read_bytes(path: Path) -> bytes:
+    """Read one of the small files of a checkpoint."""
+    with naming(path):
+        if path.stat().st_size > MAX_SMALL_BYTES:
+            raise CheckpointError(f"{path}: is larger than {MAX_SMALL_BYTES} bytes, which no file of its kind is")
+        return path.read_bytes()
+
+
 def read_text(path: Path) -> str:
     """Read a UTF-8 file."""
-    with naming(path):
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: is larger than {MAX_JSON_BYTES} bytes, which no file of its kind is")
-        data = path.read_bytes()
     try:
-        return data.decode("utf-8")
+        return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: not UTF-8 text: {error}") from error
 

@@ -18,6 +18,9 @@ SPECIAL_KEYS = (
     *("additional_special_tokens", "extra_special_tokens"),
 )
 
+MAX_ID_DIGITS = 8
+"""Of a token's id: there is a place for each id up to the largest."""
+
 
 def read_added_tokens(directory: Path, settings: Mapping[str, Any], settings_path: Path) -> tuple[AddedToken, ...]:
     """The added tokens, by id.
@@ -32,15 +35,15 @@ def read_added_tokens(directory: Path, settings: Mapping[str, Any], settings_pat
     if table is None:
         return _older_tokens(directory, settings)
     if not isinstance(table, Mapping):
-        raise CheckpointError(f"{settings_path}: added_tokens_decoder must be an object, found {table!r}")
-    tokens = [_added_token(key, entry, f"{settings_path}: added_tokens_decoder[{key!r}]") for key, entry in table.items()]
+        raise CheckpointError(f"{settings_path}: added_tokens_decoder must be an object, found {table!r:.200}")
+    tokens = [_added_token(key, entry, f"{settings_path}: added_tokens_decoder[{key!r:.20}]") for key, entry in table.items()]
     return tuple(sorted(tokens, key=lambda token: token.token_id))
 
 
 def _added_token(key: str, entry: Any, where: str) -> AddedToken:
     content = entry.get("content") if isinstance(entry, Mapping) else None
-    if not key.isdecimal() or not isinstance(content, str) or not content:
-        raise CheckpointError(f"{where} must be an id with an object that has 'content', found {entry!r}")
+    if not key.isdecimal() or len(key) > MAX_ID_DIGITS or not isinstance(content, str) or not content:
+        raise CheckpointError(f"{where} must be an id with an object that has 'content', found {entry!r:.200}")
     if entry.get("single_word"):
         raise CheckpointError(f"{where}: single_word is not supported; convert the tokenizer to a tokenizer.json")
     flags = {name: bool(entry.get(name)) for name in ("special", "lstrip", "rstrip")}
@@ -56,7 +59,7 @@ def _older_tokens(directory: Path, settings: Mapping[str, Any]) -> tuple[AddedTo
     special = set(_roles(settings)) | set(_roles(read_json_object(map_path) if map_path.is_file() else {}))
     ids = read_json_object(path)
     for content, token_id in ids.items():
-        if type(token_id) is not int or token_id < 0 or not content:
+        if type(token_id) is not int or not 0 <= token_id < 10**MAX_ID_DIGITS or not content:
             raise CheckpointError(f"{path}: {content!r} must have an id, found {token_id!r}")
     ordered = sorted(ids.items(), key=lambda item: item[1])
     return tuple(AddedToken(token_id=token_id, content=content, special=content in special) for content, token_id in ordered)

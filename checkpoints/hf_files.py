@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.checkpoint import AddedToken, CheckpointError, TokenizerFiles
-from checkpoints.files import naming, parse_json_object, read_json_object, read_text
-from checkpoints.hf_added_tokens import read_added_tokens
+from checkpoints.files import parse_json_object, read_bytes, read_json_object, read_text
+from checkpoints.hf_added_tokens import MAX_ID_DIGITS, read_added_tokens
 from checkpoints.ranks import is_tiktoken, read_tekken, read_tiktoken
 from checkpoints.sentencepiece_model import read_sentencepiece
 
@@ -77,9 +77,10 @@ def _with_ids(value: Any, directory: Path, where: str) -> Any:
         if isinstance(entry, Mapping) and entry.get("content") == value:
             return entry.get("id")
     vocabulary = _object(_object(tokenizer, "model"), "vocab")
-    if not value.isdecimal() and value not in vocabulary:
-        raise CheckpointError(f"{where}: {value!r} is neither a token id nor a token of {path}")
-    return int(value) if value.isdecimal() else vocabulary[value]
+    is_number = value.isdecimal() and len(value) <= MAX_ID_DIGITS
+    if not is_number and value not in vocabulary:
+        raise CheckpointError(f"{where}: {value!r:.80} is neither a token id nor a token of {path}")
+    return int(value) if is_number else vocabulary[value]
 
 
 def read_tokenizer(directory: Path) -> TokenizerFiles | None:
@@ -122,8 +123,7 @@ def _read_vocabulary(directory: Path, settings: Mapping[str, Any], settings_path
 
 
 def _read_model(path: Path, settings: Mapping[str, Any], settings_path: Path) -> TokenizerFiles:
-    with naming(path):
-        data = path.read_bytes()
+    data = read_bytes(path)
     added = read_added_tokens(path.parent, settings, settings_path)
     # Llama 3 and others have ranks under the name that was SentencePiece's.
     if path.suffix == ".tiktoken" or is_tiktoken(data):
@@ -173,8 +173,8 @@ def _tool_template(directory: Path, settings: Mapping[str, Any], path: Path) -> 
 
 
 def _named_template(named: list[Any], name: str, path: Path) -> str | None:
-    by_name = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, Mapping)}
-    return _checked_template(by_name.get(name), path)
+    templates = [entry.get("template") for entry in named if isinstance(entry, Mapping) and entry.get("name") == name]
+    return _checked_template(templates[-1] if templates else None, path)
 
 
 def _checked_template(template: Any, path: Path) -> str | None:

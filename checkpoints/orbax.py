@@ -101,6 +101,8 @@ def _open_stores(root: Path) -> dict[str, ts.TensorStore]:
     metadata = read_json_object(path)
     context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+    # Where all chunks were written, one that is not there is damage, and not zeros.
+    may_lack_chunks = not metadata.get("store_array_data_equal_to_fill_value", False)
     opening = {}
     for name in _array_names(metadata, path):
         spec = {
@@ -109,6 +111,7 @@ def _open_stores(root: Path) -> dict[str, ts.TensorStore]:
             # The manifest is then read once and not for each array.
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
+            "fill_missing_data_reads": may_lack_chunks,
         }
         opening[name] = ts.open(spec, open=True, read=True, context=context)
     return {name: future.result() for name, future in opening.items()}

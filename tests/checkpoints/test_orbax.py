@@ -74,6 +74,31 @@ def test_one_array_is_read_without_the_others(tmp_path: Path) -> None:
             checkpoint.read("a")
 
 
+@pytest.mark.parametrize("use_zarr3", [True, False, None])
+def test_an_array_that_is_missing_is_not_zeros(tmp_path: Path, use_zarr3: bool | None) -> None:
+    """As after a copy that lacks a file. None is what is written here."""
+    tensors = random_tensors({"a": (3, 4), "b": (5,)})
+    if use_zarr3 is None:
+        write(tmp_path / "out", tensors)
+    else:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "config.json").write_text("{}")
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=use_zarr3)) as checkpointer:
+            checkpointer.save(tmp_path / "out" / "weights", tensors)
+    ((tmp_path / "out" / "weights" / "a") / ("c/0/0" if use_zarr3 else "0.0")).unlink()
+    with open_checkpoint(tmp_path / "out") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read("b"), tensors["b"])
+        with pytest.raises(CheckpointError, match=r"weights: Orbax checkpoint: .* is missing"):
+            checkpoint.read("a")
+
+
+def test_more_than_there_is_memory_for_is_an_error(tmp_path: Path) -> None:
+    header = write(tmp_path / "out", {"a": np.ones((2, 2), np.float32)}) / "weights" / "a" / ".zarray"
+    header.write_text(json.dumps(json.loads(header.read_text()) | {"shape": [10**9, 10**9]}))
+    with open_checkpoint(tmp_path / "out") as checkpoint, pytest.raises(CheckpointError, match="there is no memory for"):
+        checkpoint.read("a")
+
+
 class Interrupting:
     """Reads tensors, and is interrupted at the third."""
 
