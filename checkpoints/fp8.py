@@ -5,6 +5,7 @@ Owns what `quantization_config` may say, which tensor holds a weight's scales, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -130,8 +131,9 @@ def _block(config: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns that share a scale where scales are a table: as declared, else what everybody takes."""
     found = _quantization_config(config)
     groups = found.get("config_groups")
-    of_groups = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    declared = [found.get("weight_block_size"), *(of.get("block_structure") for of in of_groups if isinstance(of, Mapping))]
+    of_groups = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    of_weights = [group["weights"] for group in of_groups if isinstance(group.get("weights"), Mapping)]
+    declared = [found.get("weight_block_size"), *(weights.get("block_structure") for weights in of_weights)]
     for size in declared:
         if isinstance(size, list) and len(size) == 2 and all(type(side) is int and side > 0 for side in size):
             return size[0], size[1]
@@ -170,6 +172,8 @@ def dequantise(
         scale: as stored.
         read_rows: fills an array of bytes with the weight's, from this byte on.
     """
+    if not math.prod(info.shape):
+        return aligned_empty(info.shape, FLOAT32)
     block = _block(config)
     rows_of_scale, columns_of_scale = _groups(info.shape, scale.shape, block, where)
     columns = info.shape[-1] if info.shape else 1

@@ -51,9 +51,10 @@ class GgufCheckpoint(CheckpointBase):
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
-        if header.metadata.values.get("split.count", 0) > 1:
+        num_files = header.metadata.optional_count("split.count") or 1
+        if num_files > 1:
             raise CheckpointError(
-                f"{path}: is one of {header.metadata.values['split.count']} files of a model; "
+                f"{path}: is one of {num_files} files of a model; "
                 "join them first: llama-gguf-split --merge FIRST.gguf WHOLE.gguf"
             )
         _prepare(header.tensors, path)

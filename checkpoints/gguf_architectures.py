@@ -119,7 +119,7 @@ def _llama(keys: ArchitectureKeys, config: Config) -> dict[str, Any]:
 def _mistral3(keys: ArchitectureKeys, config: Config) -> dict[str, Any]:
     """Ministral 3 also scales queries by how far they are, which its config has among the rope scaling."""
     window = keys.optional_count("attention.sliding_window")
-    if keys.get("attention.temperature_scale") in (None, 0.0):
+    if keys.is_off("attention.temperature_scale"):
         return {"sliding_window": window}
     if config["rope_scaling"] is None or config["rope_scaling"]["rope_type"] != "yarn":
         raise keys.error("rope.scaling.type", "yarn, where attention.temperature_scale is there")
@@ -177,16 +177,13 @@ def _gemma2(keys: ArchitectureKeys, config: Config) -> dict[str, Any]:
 def _gemma3(keys: ArchitectureKeys, config: Config) -> dict[str, Any]:
     window = keys.optional_count("attention.sliding_window")
     layers = ["full_attention"] * config["num_hidden_layers"]
+    cap = "final_logit_softcapping"
     return _gemma(keys, config, divided_layers=62) | {
-        "final_logit_softcapping": keys.positive("final_logit_softcapping", 1.0) if _capped(keys) else None,
+        "final_logit_softcapping": None if keys.is_off(cap) else keys.positive(cap),
         # Neither the base of layers with a window nor their pattern is in most files: the architecture has but one of each.
         "rope_local_base_freq": keys.positive("rope.freq_base_swa", 10_000.0),
         **(_windows(keys, config, window, 6) if window else {"layer_types": layers}),
     }
-
-
-def _capped(keys: ArchitectureKeys) -> bool:
-    return keys.get("final_logit_softcapping") not in (None, 0.0)
 
 
 def _olmo2(keys: ArchitectureKeys, config: Config) -> dict[str, Any]:

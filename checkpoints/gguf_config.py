@@ -12,6 +12,9 @@ from checkpoints.gguf_architectures import architecture_of
 from checkpoints.gguf_metadata import ArchitectureKeys, GgufMetadata
 from checkpoints.gguf_rope import rope_settings
 
+MAX_LAYERS = 10_000
+"""There is something for each, which for a number that is a mistake would take all memory."""
+
 
 def config_from_metadata(
     metadata: GgufMetadata, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], np.ndarray]
@@ -33,7 +36,7 @@ def config_from_metadata(
         "model_type": row.model_type,
         "hidden_size": keys.count("embedding_length"),
         "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": keys.count("block_count"),
+        "num_hidden_layers": keys.count("block_count", most=MAX_LAYERS),
         **_heads(keys),
         "hidden_act": "silu",
         "max_position_embeddings": keys.count("context_length"),

@@ -194,6 +194,8 @@ class _Parser:
         if num_dims > MAX_DIMS:
             raise self.error(f"corrupt: tensor {name!r} has {num_dims} dimensions, expected at most {MAX_DIMS}")
         shape = tuple(self.u64(f"shape of {name!r}") for _ in range(num_dims))[::-1]
+        if 0 in shape:
+            raise self.error(f"corrupt: tensor {name!r} of shape {shape} is empty")
         code = self.u32(f"type of {name!r}")
         try:
             kind = GGMLQuantizationType(code)

@@ -15,6 +15,8 @@ import numpy as np
 
 from checkpoints.checkpoint import CheckpointError
 
+MAX_COUNT = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class GgufMetadata:
@@ -51,14 +53,25 @@ class GgufMetadata:
             raise self.error(key, "a boolean")
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, *, most: int = MAX_COUNT) -> int:
         """A positive integer, or an array that has the same one for each layer; demanded if there is no default."""
         value = self.values.get(key, default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = value[0].item()
         if type(value) is not int or value < 1:
             raise self.error(key, "a positive integer")
+        if value > most:
+            raise self.error(key, f"at most {most:,}")
         return value
+
+    def is_off(self, key: str) -> bool:
+        """Whether it is absent or 0."""
+        value = self.values.get(key)
+        return value is None or (type(value) in (int, float) and value == 0)
+
+    def optional_count(self, key: str) -> int | None:
+        """As `count`; None where the key is absent or 0."""
+        return None if self.is_off(key) else self.count(key)
 
     def index(self, key: str, length: int) -> int | None:
         """An index into something of `length` entries."""
@@ -66,6 +79,13 @@ class GgufMetadata:
         if value is not None and (type(value) is not int or not 0 <= value < length):
             raise self.error(key, f"an integer from 0 to {length - 1}")
         return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number; demanded if there is no default."""
+        value = self.values.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.error(key, "a number")
+        return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
         """A positive number; demanded if there is no default."""
@@ -105,13 +125,21 @@ class ArchitectureKeys:
         """An error that says what `key` should be and what it is."""
         return self.metadata.error(self.prefix + key, expected)
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, *, most: int = MAX_COUNT) -> int:
         """A positive integer; demanded if there is no default."""
-        return self.metadata.count(self.prefix + key, default)
+        return self.metadata.count(self.prefix + key, default, most=most)
+
+    def is_off(self, key: str) -> bool:
+        """Whether it is absent or 0."""
+        return self.metadata.is_off(self.prefix + key)
 
     def optional_count(self, key: str) -> int | None:
         """A positive integer; None where the key is absent or 0."""
-        return None if self.get(key) in (None, 0) else self.count(key)
+        return self.metadata.optional_count(self.prefix + key)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number; demanded if there is no default."""
+        return self.metadata.number(self.prefix + key, default)
 
     def positive(self, key: str, default: float | None = None) -> float:
         """A positive number; demanded if there is no default."""

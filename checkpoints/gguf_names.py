@@ -46,10 +46,16 @@ def parts_of(shapes: Mapping[str, Shape], row: Architecture, config: Mapping[str
     """Every tensor that Hugging Face has, by its name. A stored one that is not known keeps its name.
 
     Raises:
-        CheckpointError: a stored tensor does not divide into what it should hold.
+        CheckpointError: a stored tensor does not divide into what it should hold, or holds what another does.
     """
     split = _Splitter(row, config)
-    return {name: part for stored in shapes if stored not in ROPE_TENSORS for name, part in split(stored, shapes[stored])}
+    parts: dict[str, Part] = {}
+    for stored, shape in shapes.items():
+        for name, part in split(stored, shape) if stored not in ROPE_TENSORS else ():
+            if name in parts:
+                raise CheckpointError(f"{stored} and {parts[name].stored} both hold {name}")
+            parts[name] = part
+    return parts
 
 
 def rows_from_interleaved(num_rows: int, num_heads: int) -> np.ndarray:

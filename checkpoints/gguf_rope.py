@@ -98,11 +98,13 @@ def _decimals(factors: np.ndarray) -> list[float]:
 
 
 def _yarn(keys: ArchitectureKeys, config: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    if keys.get("rope.scaling.yarn_ext_factor") not in (None, 1.0):
+    if keys.number("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
         raise keys.error("rope.scaling.yarn_ext_factor", "1.0, which alone is supported")
-    weight = keys.get("rope.scaling.yarn_log_multiplier") or 0.0
-    attention = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-    attention /= 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    growth = 0.1 * math.log(max(factor, 1.0))
+    divisor = 1.0 + growth * keys.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if divisor <= 0:
+        raise keys.error("rope.scaling.yarn_log_multiplier", f"above {-1 / growth:.3g}, where attention would vanish")
+    attention = (1.0 + growth) / divisor
     attention = keys.positive("rope.scaling.yarn_attn_factor", attention)
     return {
         "rope_type": "yarn",

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from checkpoints.byte_level import ADD_BOS, IGNORE_MERGES, NFC, PRE_TOKENIZERS, byte_level_json
 from checkpoints.checkpoint import AddedToken, TokenizerFiles
 from checkpoints.gguf_metadata import GgufMetadata
-from checkpoints.sentencepiece_model import CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, build_bpe_model
+from checkpoints.sentencepiece_model import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, build_bpe_model
 
 
 def tokenizer_from_metadata(metadata: GgufMetadata) -> TokenizerFiles | None:
@@ -81,7 +83,7 @@ def _sentencepiece(metadata: GgufMetadata, tokens: list[str]) -> TokenizerFiles:
     return TokenizerFiles(
         sentencepiece=build_bpe_model(
             _unique([token.replace(" ", SPACE) for token in tokens]),
-            scores.tolist(),
+            scores,
             _piece_kinds(kinds, unknown, {token.token_id for token in added}),
             unknown_id=unknown,
             bos_id=metadata.index("tokenizer.ggml.bos_token_id", len(tokens)),
@@ -135,7 +137,11 @@ def _added_tokens(tokens: list[str], kinds: list[int]) -> list[AddedToken]:
 
 def _token_kinds(metadata: GgufMetadata, length: int) -> list[int]:
     kinds = metadata.numbers("tokenizer.ggml.token_type", length)
-    return [NORMAL] * length if kinds is None else kinds.tolist()
+    if kinds is None:
+        return [NORMAL] * length
+    if not np.isin(kinds, range(BYTE + 1)).all():
+        raise metadata.error("tokenizer.ggml.token_type", f"kinds of tokens from 0 to {BYTE}")
+    return [int(kind) for kind in kinds.tolist()]
 
 
 # tokenizer.ggml.model to what reads it, and whether a file that does not say so adds the first token.

@@ -188,7 +188,7 @@ def _pairs(config: Mapping[str, Any], sides: Mapping[tuple[str, str], np.ndarray
         if a is None or b is None:
             problems.append(f"{module} has lora_{'B' if a is None else 'A'} and no lora_{'A' if a is None else 'B'}")
         elif not a.shape[0] == b.shape[1] == rank:
-            problems.append(f"{module} has A of {a.shape} and B of {b.shape}, expected rank {rank:.6g} as {CONFIG} says")
+            problems.append(f"{module} has A of {a.shape} and B of {b.shape}, expected rank {rank!r:.20} as {CONFIG} says")
         elif _module(module) in pairs:
             problems.append(f"{module} is there under another name too")
         else:

@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 Ranks = Mapping[bytes, int]
 
+MAX_SPECIAL = 100_000
+MAX_TOKEN_BYTES = 4096
+"""Of a rank's token, all halves of which are looked up."""
+
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\s*(\n|$)")
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -92,6 +96,7 @@ def read_tiktoken(data: bytes, added: Sequence[AddedToken], *, where: str) -> To
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
             raise CheckpointError(f"{where}, line {number}: expected a token in base 64 and its rank: {error}") from error
+    _check_lengths(ranks, where)
     known = KNOWN.get(len(ranks))
     if known is None:
         logger.warning("%s: a vocabulary of %d ranks is not known; text is cut as GPT-4 cuts it", where, len(ranks))
@@ -127,17 +132,26 @@ def read_tekken(spec: Mapping[str, Any], *, where: str) -> TokenizerFiles:
         listed = spec.get("special_tokens") or [{"rank": i, "token_str": name} for i, name in enumerate(TEKKEN_SPECIAL)]
         names = {int(entry["rank"]): str(entry["token_str"]) for entry in listed}
         num_special = int(config.get("default_num_special_tokens") or len(names))
+        if not 0 <= num_special <= MAX_SPECIAL:
+            raise ValueError(f"default_num_special_tokens is {num_special}, more than {MAX_SPECIAL}")
         special = [AddedToken(token_id=i, content=names.get(i, f"<SPECIAL_{i}>"), special=True) for i in range(num_special)]
         # Files hold more ranks than their models have ids for.
         num_ranks = int(config["default_vocab_size"]) - num_special if config.get("default_vocab_size") else None
         tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in spec["vocab"][:num_ranks]]
         pre_tokenizer = after_splits(str(config["pattern"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{where}: not a Tekken vocabulary: {type(error).__name__}: {error}") from error
     ranks = {token: num_special + rank for rank, token in enumerate(tokens)}
+    _check_lengths(ranks, where)
     return TokenizerFiles(
         tokenizer_json=_json(ranks, special, pre_tokenizer, nfc=False), bos_token="<s>", eos_token="</s>", add_bos=True
     )
+
+
+def _check_lengths(ranks: Ranks, where: str) -> None:
+    longest = max(map(len, ranks), default=0)
+    if longest > MAX_TOKEN_BYTES:
+        raise CheckpointError(f"{where}: a token of {longest} bytes, where vocabularies have none of more than some hundreds")
 
 
 def _json(ranks: Ranks, special: Sequence[AddedToken], pre_tokenizer: PreTokenizer, *, nfc: bool) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import os
 import re
 import struct
@@ -232,8 +233,8 @@ def _unique_object(text: bytes, where: str) -> dict[str, Any]:
 
     json.loads(text, object_pairs_hook=keep)
     if len(seen[-1]) != len(header):
-        names = [name for name, _ in seen[-1]]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = collections.Counter(name for name, _ in seen[-1])
+        twice = next(name for name, number in counts.items() if number > 1)
         raise CheckpointError(f"{where}: tensor {twice!r} occurs twice")
     return header
 
@@ -244,20 +245,25 @@ def _entry(name: str, value: Any, start: int, file: FileReader) -> Entry:
 
     where = f"{file.path}: tensor {name!r}"
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        raise CheckpointError(f"{where}: corrupt header entry {value!r}")
+        raise CheckpointError(f"{where}: corrupt header entry {value!r:.200}")
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
-        raise CheckpointError(f"{where}: dtype {code!r} is not read; supported: {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > 32 or not all(map(is_count, shape)):
-        raise CheckpointError(f"{where}: corrupt shape {shape!r}")
+        raise CheckpointError(f"{where}: dtype {code!r:.80} is not read; supported: {', '.join(DTYPES)}")
+    # Of an empty tensor, too, the other sides must make an array that there can be.
+    if not (isinstance(shape, list) and len(shape) <= 32 and all(map(is_count, shape)) and is_count(_volume(shape))):
+        raise CheckpointError(f"{where}: corrupt shape {shape!r:.200}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
-        raise CheckpointError(f"{where}: corrupt data_offsets {offsets!r}")
+        raise CheckpointError(f"{where}: corrupt data_offsets {offsets!r:.200}")
     info = TensorInfo(tuple(shape), DTYPES[code])
     if offsets[1] - offsets[0] != info.nbytes:
         raise CheckpointError(f"{where}: {info} takes {info.nbytes} bytes, but data_offsets {offsets} span another number")
     if start + offsets[1] > file.size:
         raise CheckpointError(f"{where}: truncated: it ends at byte {start + offsets[1]}, but the file has {file.size}")
     return Entry(info, start + offsets[0])
+
+
+def _volume(shape: list[int]) -> int:
+    return 16 * math.prod(max(1, size) for size in shape)
 
 
 def _check_layout(entries: Mapping[str, Entry], start: int, file: FileReader) -> None:

@@ -6,9 +6,10 @@ Encodes no text, which is the library's business.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from checkpoints.checkpoint import AddedToken, CheckpointError, TokenizerFiles
 
@@ -147,7 +148,7 @@ def _hide_pieces(model: bytes, pieces: list[_Piece]) -> bytes:
 
 def build_bpe_model(
     pieces: Sequence[str],
-    scores: Sequence[float],
+    scores: Sequence[float] | np.ndarray,
     kinds: Sequence[int],
     *,
     unknown_id: int,
@@ -160,7 +161,8 @@ def build_bpe_model(
     Args:
         dummy_prefix: a space goes before every text.
     """
-    packed = struct.pack(f"<{len(scores)}f", *scores)
+    with np.errstate(over="ignore"):
+        packed = np.asarray(scores).astype("<f4").tobytes()
     written = [
         _piece_field(piece.encode(), packed[4 * token_id : 4 * token_id + 4], kind)
         for token_id, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))

@@ -102,6 +102,13 @@ def test_a_converted_checkpoint_no_longer_says_that_it_is_quantised(tmp_path: Pa
         np.testing.assert_array_equal(checkpoint.read("a.weight"), wanted)
 
 
+def test_weights_of_nothing_and_groups_that_are_none_do_no_harm(tmp_path: Path) -> None:
+    odd = compressed() | {"config_groups": {"a": 5, "b": {"weights": None}}}
+    none = random_fp8((0, 4))
+    with open_checkpoint(model(tmp_path / "m", odd, a__weight=none, a__weight_scale=random_scale(1))) as checkpoint:
+        assert checkpoint.read("a.weight").shape == (0, 4)
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,6 +185,12 @@ def test_several_end_tokens_become_a_list(tmp_path: Path) -> None:
         assert checkpoint.config["eos_token_id"] == [1, 5]
 
 
+def yarn(writer: gguf.GGUFWriter) -> tuple[()]:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(2.0)
+    return ()
+
+
 REFUSED: dict[str, tuple[Callable[[gguf.GGUFWriter], None], str]] = {
     "long rope without factors": (
         lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
@@ -199,6 +206,27 @@ REFUSED: dict[str, tuple[Callable[[gguf.GGUFWriter], None], str]] = {
     "a cap that Llama has not": (lambda w: w.add_final_logit_softcapping(30.0), r"llama\.final_logit_softcapping must be 0"),
     "one of several files": (lambda w: w.add_uint16("split.count", 3), r"is one of 3 files of a model; join them first"),
     "a key nobody knows": (lambda w: w.add_uint32("llama.twist", 3), r"llama\.twist must be absent: .* found 3"),
+    "a text for a number of files": (lambda w: w.add_string("split.count", "3"), r"split\.count must be a positive integer"),
+    "a window for each layer": (
+        lambda w: w.add_array("llama.attention.sliding_window", [4, 8]),
+        r"llama\.attention\.sliding_window must be a positive integer, found array",
+    ),
+    "a text for a factor": (
+        lambda w: (*yarn(w), w.add_string("llama.rope.scaling.yarn_log_multiplier", "x")),
+        r"llama\.rope\.scaling\.yarn_log_multiplier must be a number, found 'x'",
+    ),
+    "factors for each layer": (
+        lambda w: (*yarn(w), w.add_array("llama.rope.scaling.yarn_ext_factor", [1.0, 1.0])),
+        r"llama\.rope\.scaling\.yarn_ext_factor must be a number, found array",
+    ),
+    "a factor that leaves nothing": (
+        lambda w: (*yarn(w), w.add_float32("llama.rope.scaling.yarn_log_multiplier", -20.0)),
+        r"llama\.rope\.scaling\.yarn_log_multiplier must be above -14\.4",
+    ),
+    "as many layers as would take all memory": (
+        lambda w: (w.kv_data[0].pop("llama.block_count"), w.add_block_count(10**9)),
+        r"llama\.block_count must be at most 10,000, found 1000000000",
+    ),
     "heads": (lambda w: w.add_string("tokenizer.ggml.bos_token_id", "x"), r"bos_token_id must be an integer"),
 }
 
@@ -223,6 +251,27 @@ def test_other_tensor_types_are_refused_with_the_list(tmp_path: Path) -> None:
     tensors = EMBEDDING | {"output.weight": (raw_blocks(kind, (2, HIDDEN), np.random.default_rng(0)), kind)}
     path = write_gguf(tmp_path / "m.gguf", tensors, add_hyperparameters)
     with pytest.raises(CheckpointError, match=r"NVFP4 of output\.weight .* supported: BF16, F16"):
+        open_checkpoint(path)
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    queries, width = np.zeros((HIDDEN, HIDDEN), np.float32), (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    both = {"blk.0.attn_q.weight": (queries, F32), "blk.0.attn_qkv.weight": (np.zeros((width, HIDDEN), np.float32), F32)}
+    path = write_gguf(tmp_path / "m.gguf", EMBEDDING | both, add_hyperparameters)
+    with pytest.raises(
+        CheckpointError, match=r"m\.gguf: blk\.0\.attn_qkv\.weight and blk\.0\.attn_q\.weight both hold .*q_proj"
+    ):
+        open_checkpoint(path)
+
+
+def test_experts_that_take_no_room_are_refused_however_many_they_are(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf", {"model.embed_tokens.weight": np.zeros((len(TOKENS), HIDDEN), np.float32)})
+    name = b"token_embd.weight"
+    entry = name + struct.pack("<IQQIQ", 2, HIDDEN, len(TOKENS), 0, 0)
+    data = path.read_bytes()
+    assert data.count(entry) == 1
+    path.write_bytes(data.replace(entry, name + struct.pack("<IQQIQ", 2, 0, 1 << 60, 0, 0)))
+    with pytest.raises(CheckpointError, match=rf"tensor 'token_embd.weight' of shape \({1 << 60}, 0\) is empty"):
         open_checkpoint(path)
 
 

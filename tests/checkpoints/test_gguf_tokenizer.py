@@ -271,6 +271,8 @@ def test_a_file_without_tokenizer_has_none() -> None:
         ({"merges": None}, r"tokenizer\.ggml\.merges is missing"),
         ({"token_type": np.array([1])}, r"tokenizer\.ggml\.token_type must be an array of 6 numbers"),
         ({"token_type": 1}, r"tokenizer\.ggml\.token_type must be an array of 6 numbers"),
+        ({"token_type": np.array([1, 1, 1, 1, 1, 300])}, r"tokenizer\.ggml\.token_type must be kinds of tokens from 0 to 6"),
+        ({"token_type": np.array([2.5] * 6)}, r"tokenizer\.ggml\.token_type must be kinds of tokens from 0 to 6"),
         ({"bos_token_id": 6}, r"tokenizer\.ggml\.bos_token_id must be an integer from 0 to 5, found 6"),
         ({"add_bos_token": "yes"}, r"tokenizer\.ggml\.add_bos_token must be a boolean"),
     ],

@@ -137,6 +137,10 @@ def test_settings_go_with_sentencepiece_as_with_tokenizer_json(tmp_path: Path) -
     [
         ({"added_tokens_decoder": 3}, "added_tokens_decoder must be an object, found 3"),
         ({"added_tokens_decoder": {"x": {"content": "a"}}}, r"added_tokens_decoder\['x'\] must be an id with an object"),
+        (
+            {"added_tokens_decoder": {"999999999999": {"content": "a"}}},
+            r"added_tokens_decoder\['999999999999'\] must be an id with an object",
+        ),
         ({"added_tokens_decoder": {"3": "a"}}, r"added_tokens_decoder\['3'\] must be an id with an object"),
         (
             {"added_tokens_decoder": {"3": {"content": "a", "single_word": True}}},
@@ -221,6 +225,11 @@ def test_add_bos_is_what_the_tokenizer_would_do(tmp_path: Path, settings: Any, p
 def test_chat_templates_are_strings_or_lists(tmp_path: Path, template: Any, default: str | None, tools: str | None) -> None:
     found = read(tmp_path, {"chat_template": template})
     assert (found.chat_template, found.tool_template) == (default, tools)
+
+
+def test_templates_whose_names_are_none_do_no_harm(tmp_path: Path) -> None:
+    named = [{"name": ["x"], "template": "T"}, {"name": "default", "template": "U"}]
+    assert read(tmp_path, {"chat_template": named}).chat_template == "U"
 
 
 def test_a_template_file_wins(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_names_of_other_wrappings(tmp_path: Path, spelled: str) -> None:
         ({"init_lora_weights": "pissa_niter_16"}, "'pissa_niter_16': the model's own weights were changed"),
         ({"r": 0}, "r must be a whole number of at least 1, found 0"),
         ({"r": 4}, r"has A of \(2, 6\) and B of \(8, 2\), expected rank 4"),
+        ({"r": 10**400}, "expected rank 1000"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number, found '8'"),
         ({"lora_alpha": 10**400}, "lora_alpha must be a number, found 1000"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern must have a positive number"),

@@ -132,6 +132,23 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         read_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
+def test_a_token_longer_than_any_is_refused_before_its_halves_are_looked_up(tmp_path: Path, name: str) -> None:
+    ranks = SMALL | {b"a" * 1_000_000: len(SMALL)}
+    (tmp_path / name).write_bytes(tiktoken(ranks) if name == "tokenizer.model" else json.dumps(tekken(ranks)).encode())
+    with pytest.raises(CheckpointError, match="a token of 1000000 bytes"):
+        read_tokenizer(tmp_path)
+
+
+def test_more_special_tokens_than_any_are_refused(tmp_path: Path) -> None:
+    spec = tekken(SMALL)
+    (tmp_path / "tekken.json").write_text(
+        json.dumps(spec | {"config": spec["config"] | {"default_num_special_tokens": 10**10}})
+    )
+    with pytest.raises(CheckpointError, match="default_num_special_tokens is 10000000000"):
+        read_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "change", [{"config": {}}, {"config": 3}, {"vocab": None}, {"vocab": [{"token_bytes": "!"}]}, {"special_tokens": [1]}]
 )
