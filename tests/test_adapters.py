@@ -162,3 +162,18 @@ def test_a_step_without_adapters_is_the_program_of_an_engine_without_any(runner:
         lowered.append(one._lower(step, BUCKETS[1], limits).as_text())
     assert lowered[0] == lowered[1]
     assert len(plain._programs()) == len(plain.buckets), "and no other is compiled"
+
+
+def test_an_adapter_that_overflows_leaves_nothing_behind(case: Case, runner: DeviceRunner) -> None:
+    """Pages come to others as they were left, and where nothing is written yet, 0 times what is no number is none either."""
+    wild = random_adapter(case.reference.weights, 5, rank=2, strength=1e30)
+    case.adapters["wild"] = wild
+    expected = said_by_merged(case, runner, "", "plain")
+    case.install(runner, "wild", 0)
+    mad = run(runner, requests_for(case, "mad", Adapter("wild", 0, 9))).outputs
+    assert any(not np.isfinite(one.logprob) for output in mad.values() for one in output.logprobs), "it does not overflow"
+    after = run(runner, requests_for(case, "plain", None)).outputs
+    together = run(runner, requests_for(case, "mad", Adapter("wild", 0, 9)) + requests_for(case, "plain", None)).outputs
+    case.install(runner, "all", 0)
+    for found in (after, {name: output for name, output in together.items() if name in expected}):
+        assert_same_outputs(expected, found, tolerance=2e-4, max_near_ties=0)

@@ -25,6 +25,8 @@ from jaxserve.models.layers import linear
 from jaxserve.models.params import ParamSpec, map_specs
 from pallas_kernels import pytree
 
+OVERFLOW = 1e30
+"""Above it a key or value has come of an adapter that overflows, and may be infinite in the type of the pages."""
 MAX_PROBLEMS = 10
 """Problems that an error lists; of more it gives the number."""
 
@@ -101,6 +103,15 @@ def add_down(out: Float[Array, "E T"], x: Float[Array, "F T"], mine: TokenAdapte
     assert mine.layer.down_a is not None
     assert mine.layer.down_b is not None
     return out + _high(mine.layer.down_b, _low(mine.layer.down_a[None], x, mine.of_token)[0])
+
+
+def without_overflow(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Keys or values as pages may have them: zeros for what is infinite or no number.
+
+    Pages come to other sequences as they were left, and attention to the places that these have not written yet is 0, which
+    times such a value is no number.
+    """
+    return jnp.where(jnp.abs(x) < OVERFLOW, x, 0)
 
 
 def _low(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from jaxserve.config import ModelConfig
-from jaxserve.models.adapters import Adapters, TokenAdapters, add_down, add_gate_up, add_output, add_qkv
+from jaxserve.models.adapters import Adapters, TokenAdapters, add_down, add_gate_up, add_output, add_qkv, without_overflow
 from jaxserve.models.batch import NO_PAGE, StepBatch
 from jaxserve.models.decoder_params import DecoderParams, Experts, Layer, Mlp
 from jaxserve.models.layers import ACTIVATIONS, embed, linear, psum, rms_norm, scaled, soft_cap
@@ -163,6 +163,8 @@ def _attention(
         qkv = qkv + layer.qkv_bias[..., None]
     queries, keys, values = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     queries, keys = _norm_queries_and_keys(layer, queries, keys, config)
+    if adapters is not None:
+        keys, values = without_overflow(keys), without_overflow(values)
     if rotary is not None:
         turn = rotate_tokens_first if impl == "tpu" else rotate
         queries, keys = turn(queries, rotary.cos, rotary.sin), turn(keys, rotary.cos, rotary.sin)
