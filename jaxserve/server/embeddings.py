@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.engine.text import Tokenizer
-from jaxserve.errors import ContextExceeded, InvalidRequest
+from jaxserve.errors import ContextExceeded, EngineError, InvalidRequest
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import INTERACTIVE_PRIORITY, PRIORITY_NAMES, Request, SamplingParams
 from jaxserve.server.call import MAX_SEQUENCES, Call, Served, check_model
@@ -116,8 +116,14 @@ class EmbeddingForm:
 
 
 def normalise(values: Sequence[float]) -> list[float]:
-    """`values` scaled to length 1; zeros stay zeros."""
+    """`values` scaled to length 1; zeros stay zeros.
+
+    Raises:
+        EngineError: they overflowed, as those of a broken adapter may.
+    """
     length = math.sqrt(math.sumprod(values, values)) or 1.0
+    if not math.isfinite(length):
+        raise EngineError("the final hidden state is not finite: the model, or the request's adapter, overflows")
     return [value / length for value in values]
 
 

@@ -189,7 +189,7 @@ def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
 
 def number(logprob: float) -> float:
     """A log probability as JSON can spell it."""
-    return max(logprob, MIN_LOGPROB)
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB  # not `max`, which keeps what is no number
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int | None = None, num_reasoning: int | None = None) -> dict[str, Any]:

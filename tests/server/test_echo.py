@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import openai
@@ -11,7 +12,7 @@ import pytest
 from jaxserve.engine.text import Tokenizer
 from jaxserve.request import Request, SamplingParams, TokenEvent, TokenLogprobs
 from jaxserve.server.echo import HeldEvents, echoed_text
-from jaxserve.server.wire import CompletionShape
+from jaxserve.server.wire import MIN_LOGPROB, CompletionShape, number
 from tests.engine import tiny_tokenizers as tiny
 from tests.engine.engines import LIMITS, fake_engine
 from tests.fakes import fake_prompt_logprobs
@@ -219,3 +220,10 @@ def test_no_choice_is_shown_before_the_prompts_scores_are_there() -> None:
     assert scored == {0: (score,)}
     assert [index for index, _ in held.release([event(1, 9), event(2, 1)])] == [3, 1, 2]
     assert scored[1] == ()
+
+
+@pytest.mark.parametrize("logprob", [-math.inf, math.nan, -1e5])
+def test_log_probabilities_that_json_cannot_spell_are_openais_least(logprob: float) -> None:
+    """Those that are no number come of a model, or an adapter, that overflows."""
+    assert number(logprob) == MIN_LOGPROB
+    assert number(-0.5) == -0.5

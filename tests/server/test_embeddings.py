@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from jaxserve.config import HttpConfig
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import EngineError, InvalidRequest
 from jaxserve.server.embeddings import normalise, parse_embeddings
 from jaxserve.server.endpoints import EMBEDDINGS, answer_body
 from jaxserve.server.schema.body import limited_fields
@@ -147,6 +147,8 @@ def test_what_the_fields_mean() -> None:
 def test_a_vector_of_zeros_has_no_direction() -> None:
     assert normalise([0.0, 0.0]) == [0.0, 0.0]
     assert normalise([3.0, -4.0]) == pytest.approx([0.6, -0.8])
+    with pytest.raises(EngineError, match="is not finite"):
+        normalise([math.nan, 1.0])
 
 
 def test_the_readme_has_every_field() -> None:
