@@ -256,6 +256,12 @@ class _Batch:
     num_commands: int
 
 
+def _give_up(done: Future[Any]) -> None:
+    """Tell whoever still waits for a call that it will not be made."""
+    if not done.done() and done.set_running_or_notify_cancel():
+        done.set_exception(EngineError("the engine ended first"))
+
+
 class _Worker:
     """The thread and its inbox. Only `send`, `call`, `stop` and `note_delivered` may be called from other threads.
 
@@ -271,6 +277,7 @@ class _Worker:
         self._room = threading.Semaphore(MAX_UNDELIVERED)
         self._inbox: list[tuple[tuple[Request, ...], list[str]]] = []
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._taken: list[tuple[Callable[[], Any], Future[Any]]] = []  # of this turn
         self._num_sent = 0
         self._stopping = False
         self._ended = False
@@ -327,8 +334,8 @@ class _Worker:
             self.step_began = None
             with self._changed:
                 self._ended = True
-            for _, done in self._calls:
-                done.set_exception(EngineError("the engine ended first"))
+            for _, done in (*self._taken, *self._calls):
+                _give_up(done)
             # The loop may be gone, if its owner did not close the engine; then there is nobody to tell.
             with contextlib.suppress(RuntimeError):
                 self._end(failure)
@@ -341,13 +348,14 @@ class _Worker:
             while not (self._inbox or self._calls or self._stopping or core.has_work):
                 self._changed.wait()
             inbox, self._inbox = self._inbox, []
-            calls, self._calls = self._calls, []
+            self._taken, self._calls = self._calls, []
             num_commands, stopping = self._num_sent, self._stopping
         self.step_began = time.monotonic()
         refusals = self._apply(inbox)
-        for function, done in calls:
+        for function, done in self._taken:
             if done.set_running_or_notify_cancel():
                 self._carry_out(function, done)
+        self._taken = []
         if stopping and not core.has_work:
             self.stats = core.stats()
             return False

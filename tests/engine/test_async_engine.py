@@ -244,6 +244,42 @@ async def test_a_dead_core_fails_every_stream() -> None:
             engine.open(request("late"))
 
 
+@pytest.mark.parametrize("where", ["step", "abort"])
+async def test_calls_that_a_dead_engine_owes_fail_and_those_nobody_waits_for_do_no_harm(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A call that was cancelled must not keep the engine from telling that it has ended, and closing from its end."""
+    fake = fake_engine(step_seconds=0.001)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        go_on.wait(10)
+
+    def fail(*_: object) -> None:
+        wait()
+        raise ZeroDivisionError
+
+    async with asyncio.timeout(20), running(fake) as engine:
+        stream = engine.open(request("a", max_tokens=50))
+        monkeypatch.setattr(fake.core, where, fail)
+        if where == "abort":  # the turn after this call has both: the abort that fails, and the calls
+            before = asyncio.ensure_future(engine.between_steps(wait))
+        await asyncio.to_thread(reached.wait, 10)
+        if where == "abort":
+            stream.close()
+        waiting, left = (asyncio.ensure_future(engine.between_steps(lambda: None)) for _ in range(2))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(EngineError, match="the engine ended first"):
+            await waiting
+        if where == "abort":
+            await before
+        stream.close()
+
+
 async def test_a_core_that_raises_fails_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = fake_engine(step_seconds=0.002)
 
