@@ -33,7 +33,7 @@ class PeftSource:
         except CheckpointError as error:
             raise ModelLoadError(str(error)) from error
         layers, rank = family.specs(self._config).layers, self._runner.limits.max_adapter_rank
-        return arrange(adapter.pairs, self._config, layers, family.names, rank, path)
+        return self._runner.place_adapter(arrange(adapter.pairs, self._config, layers, family.names, rank, path))
 
     def install(self, slot: int, weights: Any) -> None:
         """See `AdapterSource`."""

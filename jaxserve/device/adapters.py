@@ -45,7 +45,7 @@ def adapters_bytes(config: ModelConfig, limits: RunnerLimits, mesh: Mesh, dtype:
 
 
 class AdapterSlots:
-    """The arrays, zeros at first, and `install`, compiled.
+    """The arrays, zeros at first, and `install`, compiled. One thread installs and reads `params`.
 
     Attributes:
         params: what a step takes as `adapters`.
@@ -67,17 +67,20 @@ class AdapterSlots:
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract), out_shardings=shardings
         )
         self.params: Any = zeros()
-        self.install(0, map_specs(lambda spec: np.zeros(spec.shape, np.float32), one))
+        self.install(0, self.place(map_specs(lambda spec: np.zeros(spec.shape, np.float32), one)))
 
-    def install(self, slot: int, values: Any) -> None:
-        """Put `values`, as `models.adapters.arrange` has them, into a slot that no row of a later step has yet."""
+    def place(self, values: Any) -> Any:
+        """`values`, as `models.adapters.arrange` has them, on the devices and in their types. Any thread may call it."""
 
         def place(spec: ParamSpec, value: np.ndarray, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             padded = pad_to(value, padded_shape(spec.shape, spec.axes, self._mesh)).astype(leaf.dtype)
             return jax.device_put(padded, NamedSharding(self._mesh, partition_spec(spec.axes)))
 
         is_spec = lambda node: isinstance(node, ParamSpec)  # noqa: E731
-        placed = jax.tree.map(place, self._specs, values, self._abstract_one, is_leaf=is_spec)
+        return jax.tree.map(place, self._specs, values, self._abstract_one, is_leaf=is_spec)
+
+    def install(self, slot: int, placed: Any) -> None:
+        """Put what `place` gave into a slot that no row of a later step has yet. Dispatches a copy, and waits for nothing."""
         self.params = self._update(self.params, placed, jax.device_put(np.int32(slot), self._everywhere))
 
 

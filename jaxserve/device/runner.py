@@ -276,10 +276,15 @@ class DeviceRunner:
         choose = partial(self._constrain, plan, places, output) if any(row.masked for row in plan.rows) else None
         return DeviceStep(plan, places, output, num_top_logprobs(self._config), time.perf_counter() - started, choose)
 
-    def install_adapter(self, slot: int, weights: Any) -> None:
-        """Have rows of later plans that name `slot` computed with `weights`, as `models.adapters.arrange` has them."""
+    def place_adapter(self, weights: Any) -> Any:
+        """`weights`, as `models.adapters.arrange` has them, on the devices, for `install_adapter`. Any thread may call it."""
+        assert self._adapters is not None, "an adapter for a runner without slots"
+        return self._adapters.place(weights)
+
+    def install_adapter(self, slot: int, placed: Any) -> None:
+        """Have rows of later plans that name `slot` computed with what `place_adapter` gave."""
         assert self._adapters is not None, f"an adapter for slot {slot} of a runner without any"
-        self._adapters.install(slot, weights)
+        self._adapters.install(slot, placed)
 
     def _constrain(self, plan: StepPlan, places: list[int | None], output: StepOutput, masks: Masks) -> StepOutput:
         sampling = self._constrained[output.logits.shape[1]]

@@ -27,7 +27,7 @@ class AdapterSource(Protocol):
     num_slots: int
 
     def read(self, path: str) -> Any:
-        """The weights in the folder `path`, checked against the model. Takes long; any thread may call it.
+        """The weights in the folder `path`, checked against the model and on the device. Takes long; any thread may call it.
 
         Raises:
             ModelLoadError: it cannot be read, or does not fit.
