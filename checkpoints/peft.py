@@ -109,7 +109,7 @@ def _problems_of_config(config: Mapping[str, Any]) -> list[str]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         problems.append(f"r must be a whole number of at least 1, found {rank!r}")
-    if type(alpha) not in (int, float) or not abs(alpha) <= LARGEST:
+    if not _is_number(alpha):
         problems.append(f"lora_alpha must be a number, found {alpha!r:.80}")
     problems += _problems_of_pattern(config, "rank_pattern", "whole number", _is_count)
     return problems + _problems_of_pattern(config, "alpha_pattern", "number", _is_positive)
@@ -139,8 +139,12 @@ def _may_take_for_ever(text: str) -> bool:
     return re.search(r"\)[*+{]", text) is not None or len(re.findall(r"[*+{]", text)) > MAX_REPEATS
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= LARGEST
+
+
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= LARGEST
+    return _is_number(value) and value > 0
 
 
 def _is_count(value: Any) -> bool:
@@ -157,14 +161,14 @@ def _read_sides(path: Path) -> dict[tuple[str, str], np.ndarray]:
             match = _NAME.fullmatch(name)
             if match is None:
                 problems.append(f"{name} is no lora_A or lora_B of a product")
-            elif match.group("module", "side") in sides:
+            elif (match["module"], match["side"]) in sides:
                 problems.append(f"{name} comes after another of the same product")
             elif entry.info.dtype.name not in ("float32", "float16", "bfloat16") or len(entry.info.shape) != 2:
                 problems.append(f"{name} is {entry.info.dtype.name} of {entry.info.shape}, expected a matrix of floats")
             else:
                 values = aligned_empty(entry.info.shape, entry.info.dtype)
                 file.read_into(values, entry.offset)
-                sides[match.group("module", "side")] = values.astype(np.float32)
+                sides[match["module"], match["side"]] = values.astype(np.float32)
     finally:
         file.close()
     _raise_all(path, problems)
