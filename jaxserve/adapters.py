@@ -10,9 +10,9 @@ from typing import Any
 
 from checkpoints.checkpoint import CheckpointError
 from checkpoints.peft import read_peft
-from jaxserve.config import ModelConfig
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.errors import ModelLoadError
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.adapters import arrange
 from jaxserve.models.families import FAMILIES
 

@@ -20,9 +20,10 @@ from checkpoints.checkpoint import Checkpoint, CheckpointBase, CheckpointError, 
 from checkpoints.hf_files import read_config, read_tokenizer
 from checkpoints.sources import HUB_PREFIX, describe_from_hub
 from checkpoints.text_part import text_part
-from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.config import EngineConfig
 from jaxserve.device.abstract import pool_shape
 from jaxserve.errors import ModelLoadError
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.params import ParamSpec, map_specs
 from jaxserve.models.sharding import DEVICES, MESH_AXES, padded_shape

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
-from jaxserve.config import ModelConfig
 from jaxserve.inspect_model import USABLE, Fit, Inspection
+from jaxserve.model_config import ModelConfig
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 LABEL_WIDTH = 15

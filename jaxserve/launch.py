@@ -20,7 +20,7 @@ import jax
 from checkpoints.checkpoint import Checkpoint, CheckpointError
 from checkpoints.sources import cache_dir
 from jaxserve.adapters import PeftSource
-from jaxserve.config import EngineConfig, HttpConfig, ModelConfig, ServeConfig
+from jaxserve.config import EngineConfig, HttpConfig, ServeConfig
 from jaxserve.device.buckets import choose_bucket
 from jaxserve.device.build import build_runner, dtype_of
 from jaxserve.device.compile_counter import num_compiles
@@ -35,6 +35,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.host.jump import JumpForward
 from jaxserve.host.prefix import PrefixTree, cost_aware
 from jaxserve.host.scheduler import Scheduler
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import model_config_from_hf
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import RunnerLimits

@@ -19,10 +19,11 @@ from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.sources import resolve
 from checkpoints.text_part import text_part
 from checkpoints.tree import TensorSource, check_tree, load_tree
-from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.config import EngineConfig
 from jaxserve.device.build import kv_dtype_of
 from jaxserve.device.kv_scales import measure_scales, scales_of_checkpoint
 from jaxserve.device.step import has_scales
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to
 from jaxserve.models.sharding import AnyMesh, padded_shape

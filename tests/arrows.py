@@ -13,8 +13,8 @@ from pathlib import Path
 
 BATCH_FILES = ("jaxserve.batch_file", "jaxserve.journal", "jaxserve.disk")
 FLOOR_0 = (
-    *("jaxserve.errors", "jaxserve.config", "jaxserve.constraint", "jaxserve.request", "jaxserve.plan"),
-    "jaxserve.from_mapping",
+    *("jaxserve.errors", "jaxserve.config", "jaxserve.model_config", "jaxserve.from_mapping"),
+    *("jaxserve.constraint", "jaxserve.request", "jaxserve.plan"),
     "jaxserve.__version__",
 )
 NETWORK_AND_LOOPS = frozenset({"asyncio", "socket", "socketserver", "ssl", "http", "selectors", "urllib"})
@@ -44,7 +44,7 @@ ROOMS: dict[str, Room] = {
         (*FLOOR_0, *BATCH_FILES, "jaxserve.engine", "jaxserve.host.admission", "aiohttp", "msgspec", "prometheus_client")
     ),
     "pallas_kernels": Room(ARRAYS, NETWORK_AND_LOOPS),
-    "jaxserve.models": Room((*ARRAYS, "pallas_kernels", "jaxserve.config", "jaxserve.errors"), NETWORK_AND_LOOPS),
+    "jaxserve.models": Room((*ARRAYS, "pallas_kernels", "jaxserve.model_config", "jaxserve.errors"), NETWORK_AND_LOOPS),
     "jaxserve.device": Room((*FLOOR_0, *ARRAYS, "pallas_kernels", "jaxserve.models"), NETWORK_AND_LOOPS),
     "checkpoints": Room(
         (*ARRAYS, "safetensors", "gguf", "orbax", "tensorstore", "huggingface_hub", "tqdm"), NETWORK_AND_LOOPS

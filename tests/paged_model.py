@@ -16,9 +16,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpoints.checkpoint import open_checkpoint
-from jaxserve.config import ModelConfig
 from jaxserve.device.abstract import pool_shape
 from jaxserve.device.step import POOL_AXES, SCALE_AXES
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.batch import NO_PAGE, StepBatch
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.moe import lay_out

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from checkpoints.checkpoint import open_checkpoint
-from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.build import build_runner
 from jaxserve.device.kv_scales import measure_scales
@@ -28,6 +28,7 @@ from jaxserve.host.jump import NO_JUMPS, JumpForward
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.host.tier import HostTier
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.params import ParamSpec, map_specs, random_params
 from jaxserve.models.sharding import make_mesh

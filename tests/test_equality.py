@@ -8,8 +8,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig, ExpertsConfig
+from jaxserve.config import EngineConfig
 from jaxserve.device.runner import DeviceRunner
+from jaxserve.model_config import ExpertsConfig
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from tests.cached import CACHED
 from tests.near_ties import assert_same_or_near_tie, assert_same_outputs

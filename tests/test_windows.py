@@ -9,9 +9,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.config import EngineConfig
 from jaxserve.device import build
 from jaxserve.device.runner import DeviceRunner
+from jaxserve.model_config import ModelConfig
 from jaxserve.request import Request
 from tests.cached import CACHED
 from tests.near_ties import assert_same_outputs

@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench.device.measure import ON_GPU, Ceilings, Row, print_table
-from jaxserve.config import ModelConfig
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.pack import pack
 from jaxserve.device.runner import pool_shape
 from jaxserve.device.sampler import empty_state
 from jaxserve.device.step import DeviceState, jit_step, make_step, state_shardings
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import ParamSpec, map_specs
 from jaxserve.models.sharding import make_mesh

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config import ModelConfig
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.pack import abstract_upload
 from jaxserve.device.sampler import empty_state, sample
@@ -26,6 +25,7 @@ from jaxserve.device.step import (
     make_step,
     state_shardings,
 )
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.moe import lay_out
 from jaxserve.models.params import abstract_params

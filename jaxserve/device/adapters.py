@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from jaxserve.config import ModelConfig
 from jaxserve.device.prepare import compile_update
+from jaxserve.model_config import ModelConfig
 from jaxserve.models import adapters
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to

@@ -15,10 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.config import EngineConfig
 from jaxserve.device.adapters import adapters_bytes
 from jaxserve.device.runner import DeviceRunner, page_bytes
 from jaxserve.errors import ConfigError
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import abstract_params
 from jaxserve.models.sharding import EXPERT, TENSOR, padded_shape

@@ -23,10 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
-from jaxserve.config import ModelConfig
 from jaxserve.device.abstract import pool_shape, scales_shape
 from jaxserve.device.step import SCALE_AXES
 from jaxserve.errors import ConfigError
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.batch import StepBatch
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.sharding import partition_spec

@@ -19,7 +19,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config import ModelConfig
 from jaxserve.device import compile_counter
 from jaxserve.device.abstract import abstract_state, initial_state, pool_shape
 from jaxserve.device.adapters import AdapterSlots, abstract_adapters
@@ -32,6 +31,7 @@ from jaxserve.device.prepare import Preparation
 from jaxserve.device.sampler import Sampled, choose_draw, sample
 from jaxserve.device.scoring import unpack_columns
 from jaxserve.device.step import DeviceState, StepOutput, jit_step, make_step, num_top_logprobs, state_shardings
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.moe import lay_out
 from jaxserve.models.params import abstract_params

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
-from jaxserve.config import ModelConfig
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.pack import SampleRows, unpack
 from jaxserve.device.sampler import Sampled, SlotState, sample
 from jaxserve.device.scoring import pack_columns, score
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.sharding import partition_spec
 from jaxserve.plan import RunnerLimits

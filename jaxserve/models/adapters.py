@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.config import ModelConfig
 from jaxserve.errors import ModelLoadError
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.decoder_params import HEAD_AXES, Layer, Mlp, TensorNames
 from jaxserve.models.layers import linear
 from jaxserve.models.params import ParamSpec, map_specs

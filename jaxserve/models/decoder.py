@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from jaxserve.config import ModelConfig
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.adapters import Adapters, TokenAdapters, add_down, add_gate_up, add_output, add_qkv, without_overflow
 from jaxserve.models.batch import NO_PAGE, StepBatch
 from jaxserve.models.decoder_params import DecoderParams, Experts, Layer, Mlp

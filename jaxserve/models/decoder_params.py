@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.config import ExpertsConfig, ModelConfig
+from jaxserve.model_config import ExpertsConfig, ModelConfig
 from jaxserve.models.params import ParamSpec
 from pallas_kernels import pytree
 

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.config import ModelConfig
 from jaxserve.errors import ConfigError
+from jaxserve.model_config import ModelConfig
 from jaxserve.models import (
     gemma2,
     gemma3,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.config import ModelConfig
+from jaxserve.model_config import ModelConfig
 from jaxserve.models import decoder, decoder_params
 from jaxserve.models.decoder_params import TensorNames
 from jaxserve.models.hf_config import HfConfig

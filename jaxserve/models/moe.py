@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.config import ExpertsConfig
+from jaxserve.model_config import ExpertsConfig
 from jaxserve.models.decoder_params import Experts
 from jaxserve.models.layers import ACTIVATIONS
 from jaxserve.models.sharding import EXPERT

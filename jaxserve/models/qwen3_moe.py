@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.config import ExpertsConfig
+from jaxserve.model_config import ExpertsConfig
 from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.config import RopeScaling
+from jaxserve.model_config import RopeScaling
 from pallas_kernels import pytree
 
 

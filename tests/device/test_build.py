@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.config import EngineConfig
 from jaxserve.device.build import build_runner
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import RunnerLimits
 from tests.real_engines import TINY_MODEL

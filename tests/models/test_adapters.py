@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import ModelConfig
 from jaxserve.errors import ModelLoadError
+from jaxserve.model_config import ModelConfig
 from jaxserve.models import adapters
 from jaxserve.models.adapters import LayerAdapters, TokenAdapters
 from jaxserve.models.decoder_params import TensorNames

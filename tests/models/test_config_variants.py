@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from checkpoints.hf_files import read_config
-from jaxserve.config import ModelConfig, RopeScaling
 from jaxserve.errors import ConfigError
+from jaxserve.model_config import ModelConfig, RopeScaling
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 
 LLAMA: dict[str, Any] = {

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig, ModelConfig, RopeScaling
+from jaxserve.config import EngineConfig
 from jaxserve.device.build import build_runner
 from jaxserve.errors import ConfigError
+from jaxserve.model_config import ModelConfig, RopeScaling
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.hf_unheeded import NEUTRAL
 from jaxserve.models.rope import rotary_table

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxserve.config import EngineConfig, ExpertsConfig, ModelConfig
+from jaxserve.config import EngineConfig
 from jaxserve.device.build import choose_experts_impl
 from jaxserve.errors import ConfigError
+from jaxserve.model_config import ExpertsConfig, ModelConfig
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.moe import lay_out, mixture, route
 from jaxserve.models.params import abstract_params, random_params

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpoints.checkpoint import CheckpointError, open_checkpoint
-from jaxserve.config import ModelConfig
 from jaxserve.errors import ConfigError
+from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to, random_params
 from jaxserve.models.sharding import DEVICES, make_mesh, padded_shape, partition_spec

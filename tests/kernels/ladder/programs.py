@@ -9,11 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.config import ExpertsConfig, ModelConfig, RopeScaling
 from jaxserve.device.abstract import abstract_step
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.build import choose_experts_impl
 from jaxserve.device.sampler import choose_draw
+from jaxserve.model_config import ExpertsConfig, ModelConfig, RopeScaling
 from jaxserve.models.sharding import mesh_of
 from jaxserve.plan import RunnerLimits
 from pallas_kernels.programs import Program
