@@ -1,10 +1,7 @@
-"""Which sequence computes how many tokens in the next step, and what a step's result means for each.
+"""From requests to steps and back: who is there, which plans are in flight, and what a step's result means for each.
 
-Owns live sequences and both cursors of each. Does not know slots (`running`), which pages they share (`memory`), arrays,
-text, time or threads.
-
-There are no phases. A sequence is planned while its planned tokens have not caught up with its known tokens, and a
-prefill chunk, a decode and the replay after a preemption are the same row with another count.
+Owns live sequences and their computed cursors. Does not know what goes into a step (`planning`), slots (`running`), which
+pages they share (`memory`), arrays, text, time or threads.
 
 Several plans may be in flight: submitted and not yet committed. The invariant that makes this safe is that *steps run
 on the device in the order of their plans*. So a sequence that finishes, is aborted or is preempted gives back its pages
@@ -13,44 +10,28 @@ writes after that. Two rules keep it true. A plan never gives pages away that a 
 sequences after the requester in order of importance are preempted, and rows are made in that order. And a row that
 outlived its sequence's hold is not counted when its step is committed: `finish_reason` is set, or `slot` is None,
 which it stays while any row is in flight.
-
-A sequence whose prefix another computes at this moment is parked: it leaves the queue, so that it holds up nobody, and is
-back in its place when the pages are there or the other gives up.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.host import integrity
 from jaxserve.host.admission import validate
 from jaxserve.host.fair import deadline_order
-from jaxserve.host.finding import Found
 from jaxserve.host.heap import SequenceHeap
 from jaxserve.host.jump import NO_JUMPS, JumpForward
 from jaxserve.host.masks import masks_of
 from jaxserve.host.memory import Memory
 from jaxserve.host.pace import Pacer
+from jaxserve.host.planning import Planner
 from jaxserve.host.prefix import PrefixTree
-from jaxserve.host.rows import (
-    Draft,
-    add_scores,
-    check_can_progress,
-    is_known,
-    lacks_one,
-    make_row,
-    new_sequence,
-    pages_soon,
-    take_token,
-    with_prompt,
-)
+from jaxserve.host.rows import add_scores, check_can_progress, is_known, new_sequence, take_token, with_prompt
 from jaxserve.host.running import Running
 from jaxserve.host.tier import HostTier
 from jaxserve.plan import Masks, RunnerLimits, StepPlan, StepResult
@@ -92,17 +73,15 @@ class Scheduler:
     ) -> None:
         check_can_progress(limits, prefill_chunk)
         self._limits = self._usable = limits
-        self._prefill_chunk = prefill_chunk
-        self._pages_soon = partial(pages_soon, limits=limits, prefill_chunk=prefill_chunk)
         self.eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
         self._clock = clock
-        self._pacer = pacer
         self._jump = jump
         self.memory = Memory(limits, prefixes, tier)
         self._live: dict[str, Sequence] = {}
         self._running = Running(limits, self.memory)
         self._waiting = self._running.waiting
+        self._planner = Planner(limits, self._running, self.memory, prefill_chunk=prefill_chunk, pacer=pacer)
         self._expiring = SequenceHeap(deadline_order)  # those with a deadline
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._next_seq_id = self._next_step_id = 0
@@ -215,19 +194,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be planned before a plan in flight is committed or a request added."""
-        running = self._running
-        running.share_dispatched()
-        draft = self._new_draft()
-        draft.head = self._waiting.peek() if running else None
-        index = 0
-        while index < len(running):  # preemption shortens it from the end
-            if draft.head is not None:
-                index += self._admit_before(running[index].request.priority, draft)
-            if index < len(running) and self._plan_running(running[index], draft):
-                index += 1
-        if not draft.blocked:
-            draft.head = self._waiting.peek()
-            self._admit_before(math.inf, draft)
+        draft = self._planner.draft()
         if not draft.rows:
             return None
         saves, loads = self.memory.take_moves()
@@ -235,120 +202,6 @@ class Scheduler:
         self._next_step_id += 1
         self._in_flight.append((plan, draft.seqs))
         return plan
-
-    def _new_draft(self) -> Draft:
-        decodes = [seq.planned for seq in self._running if lacks_one(seq)]
-        budget = self._limits.max_step_tokens - len(decodes)
-        under_way = [seq.planned for seq in self._running if not lacks_one(seq)]
-        if self._pacer is None or not (under_way or self._waiting):
-            return Draft(budget)
-        paced = self._pacer.chunk_budget(len(decodes), sum(decodes) + len(decodes), max(under_way, default=0))
-        return Draft(min(budget, paced.tokens), tokens_per_row=paced.tokens_per_row)
-
-    def _plan_running(self, seq: Sequence, draft: Draft) -> bool:
-        """Add a row for a running sequence if it needs and gets one; False if it was preempted for lack of pages."""
-        count = len(seq.tokens) + seq.in_flight - seq.planned
-        if count == 1:
-            if seq.planned == seq.max_positions:  # its last token is in flight
-                return True
-        else:
-            count = min(count, self._prefill_chunk, draft.budget)
-            if count == 0:
-                return True
-            draft.charge(count)
-        if not self._running.grow(seq, seq.planned + count):
-            return False
-        self._add_row(seq, count, draft, fresh=False)
-        return True
-
-    def _add_row(self, seq: Sequence, count: int, draft: Draft, *, fresh: bool) -> None:
-        row = make_row(seq, count, fresh=fresh)
-        draft.rows.append(row)
-        draft.seqs.append(seq)
-        uncharged = seq.planned - max(row.start, seq.charged)
-        if uncharged > 0:  # a replay after a preemption is free
-            self._waiting.charge(seq, uncharged)
-            seq.charged = seq.planned
-
-    def _admit_before(self, priority: float, draft: Draft) -> int:
-        """Admit those that wait at more urgent priorities than `priority`, strictly in order; how many they were.
-
-        While there is budget, a slot, and pages. Those that run at less urgent priorities than one that waits make room
-        for it, and they have no row in this plan yet: rows are made in order of importance. Of others none is preempted.
-
-        Pages must suffice for all of a sequence's known tokens and one more page, after what those that run need for
-        the same: so that what is admitted is not preempted at once, before it has repaid its prefill. This also keeps
-        out what this plan preempted: it wants at least what it held, and of that a more important one took a part.
-        """
-        head = draft.head
-        if head is None or head.request.priority >= priority:
-            return 0
-        num_admitted = 0
-        promised = -1  # the sum is worth its while only if there may be room
-        while head is not None and head.request.priority < priority:
-            # A preempted sequence with a row in flight is not ready, and nobody overtakes it.
-            if head.rows_in_flight or not (self._running.has_free_slot or self._yields_to(head)):
-                break
-            if promised < 0:
-                promised = sum([self._pages_soon(running) for running in self._running])
-            if self.memory.num_free <= promised and not self._yields_to(head):
-                break  # it needs a page at least, whatever is found for it
-            found = self.memory.find(head)
-            if found.computing is not None:
-                if draft.num_parked == self._limits.max_seqs:
-                    break
-                self._running.park(found.computing)
-                draft.num_parked += 1
-                head = draft.head = self._waiting.peek()
-                continue
-            needed = self._pages_soon(head) - len(found.nodes) + found.num_idle
-            num_preempted = self.num_preemptions
-            promised -= self._preempt_for(head, promised + needed, draft)
-            if self.num_preemptions > num_preempted:
-                continue  # what was found may have changed
-            if not self._running.has_free_slot or draft.budget == 0 or self.memory.num_free < promised + needed:
-                break
-            count = self._start(found, draft)
-            promised += self._pages_soon(head)
-            self._add_row(head, count, draft, fresh=True)
-            num_admitted += 1
-            head = draft.head = self._waiting.peek()
-        draft.blocked = head is not None and head.request.priority < priority
-        if draft.blocked:
-            draft.head = None
-        return num_admitted
-
-    def _start(self, found: Found, draft: Draft) -> int:
-        """Have the first that waits run, with pages for as many tokens as its first row has."""
-        seq = self._running.start(found)
-        count = min(len(seq.tokens) - seq.planned, self._prefill_chunk, draft.budget)
-        draft.charge(count)
-        self._running.grow(seq, seq.planned + count)
-        self.memory.load(seq, found)
-        if found.copied is not None:
-            draft.copies.append((found.copied, seq.pages[len(found.nodes)]))
-        return count
-
-    def _yields_to(self, seq: Sequence) -> bool:
-        """Whether one that runs is less urgent than `seq`."""
-        return bool(self._running) and self._running[-1].request.priority > seq.request.priority
-
-    def _preempt_for(self, seq: Sequence, needed: int, draft: Draft) -> int:
-        """Preempt less urgent ones until `seq` has a slot and `needed` pages are free, if all of them are enough; the promise
-        that they give up."""
-        if not self._yields_to(seq) or not (draft.budget or lacks_one(self._running[-1])):
-            return 0
-        victims = self._running.after(seq.request.priority)
-        given_up = sum([self._pages_soon(victim) for victim in victims])
-        if self.memory.num_free + self.memory.num_only_of(victims) < needed - given_up:
-            return 0
-        given_up = 0
-        while victims and (not self._running.has_free_slot or self.memory.num_free < needed - given_up):
-            victim = victims.pop()
-            given_up += self._pages_soon(victim)
-            draft.budget += lacks_one(victim)
-            self._running.preempt(victim)
-        return given_up
 
     # A step ends.
 

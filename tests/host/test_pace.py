@@ -68,7 +68,7 @@ def test_many_short_prompts_stay_in_the_bucket_of_their_tokens() -> None:
     buckets = enumerate_buckets(limits)
     bucket_for = partial(choose_bucket, buckets)
     driver = Driver(limits, prefill_chunk=512)
-    driver.scheduler._pacer = Pacer(COST, buckets, bucket_for, target_seconds=0.04)
+    driver.scheduler._planner._pacer = Pacer(COST, buckets, bucket_for, target_seconds=0.04)
     driver.add("decodes", 3, max_tokens=50)
     driver.step()
     for number in range(10):
@@ -158,7 +158,7 @@ def test_the_target_holds_in_use_of_a_model_that_is_wrong_by_half() -> None:
     record = Record()
     replica = Replica(Setting(ServeConfig(model="m", engine=engine), COST, 1.0), record)
     chunked = COST.chunked
-    replica.scheduler._pacer._cost = replace(
+    replica.scheduler._planner._pacer._cost = replace(
         COST, chunked=replace(chunked, seconds=tuple(s / 2 for s in chunked.seconds), per_product=chunked.per_product / 2)
     )
     arrivals = [Arrival(0.0, 20, 500) for _ in range(8)] + [Arrival(1.0 + i, 4000, 4) for i in range(5)]
