@@ -1,15 +1,17 @@
 """How far a sequence's tokens have been computed before: the way down the prefix tree, and what lies at its end.
 
-Pure: looks at a tree and changes nothing. Knows neither the pool nor who runs on what.
+Looks at a tree and changes nothing in it. Knows neither the pool nor who runs on what.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from jaxserve.host.prefix import Node, PrefixTree
+from jaxserve.host.tier import HostTier
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import Sequence
 
@@ -39,6 +41,48 @@ class Found:
 
 
 NOTHING = Found()
+
+
+def find(
+    tree: PrefixTree,
+    seq: Sequence,
+    limits: RunnerLimits,
+    *,
+    tier: HostTier | None,
+    find_local: Callable[[Sequence, int], int] | None,
+) -> Found:
+    """What `seq`, which holds nothing, may start from: `num_skippable` of its tokens at most. O(its pages).
+
+    Args:
+        tier: where more may be found than is in the tree; None where there is none.
+        find_local: how many of the first so many pages it may also start after in a pool of its own for layers with a window;
+            None where there is no such pool.
+    """
+    size = tree.page_size
+    root = tree.root(*seq.request.cache_root)
+    last = seq.num_skippable // size
+    path = find_path(tree, root, seq, limits, last)
+    depth, first_seen = len(path), limits.first_seen_page
+    nodes = path[first_seen(depth * size) :]
+    computing = next((node for node in reversed(nodes) if node.page is None), None)
+    if computing is not None:
+        return Found(computing=computing)
+    if find_local is not None:
+        nodes = path[: find_local(seq, depth)]
+        tree.prune(root)
+        return Found(tuple(nodes), sum(node.idle for node in nodes))
+    leaf = path[-1] if path else root
+    loaded: tuple[bytes, ...] = ()
+    copied, num_copied = None, 0
+    if tier is not None:
+        loaded = tier.find(tree, leaf, seq, depth, last)
+    if not loaded:
+        copied, num_copied = find_beginning(tree, leaf, seq, depth)
+    tree.prune(root)
+    first = first_seen((depth + len(loaded)) * size + num_copied)
+    nodes = path[first:]
+    idle = sum(node.idle for node in nodes)
+    return Found(tuple(nodes), idle, copied, num_copied, loaded[max(0, first - depth) :], first_page=first)
 
 
 def find_path(tree: PrefixTree, root: Node, seq: Sequence, limits: RunnerLimits, num_pages: int) -> list[Node]:

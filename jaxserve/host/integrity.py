@@ -1,9 +1,12 @@
-"""What must hold of the scheduler's sequences between any two calls. O(everything): for tests and idle moments."""
+"""What must hold of sequences, and of prefixes that they share, between any two calls. O(everything): for tests and idle
+moments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from jaxserve.host.pages import PagePool
+from jaxserve.host.prefix import Node, PrefixTree
 from jaxserve.host.rows import importance, is_known
 from jaxserve.plan import RunnerLimits, StepPlan
 from jaxserve.request import Sequence
@@ -58,3 +61,37 @@ def check_in_flight(live: Iterable[Sequence], in_flight: Iterable[tuple[StepPlan
         assert seq.rows_in_flight == rows.get(seq, 0), f"{where}: {seq.rows_in_flight} rows in flight, found {rows.get(seq)}"
         assert seq.in_flight == samples.get(seq, 0), f"{where}: {seq.in_flight} tokens in flight, found {samples.get(seq)}"
         assert seq.num_output < max(1, seq.max_output), f"{where} has all its output, yet goes on"
+
+
+def check_shared(tree: PrefixTree, pool: PagePool, leaves: Mapping[Sequence, Node], *, has_window: bool) -> None:
+    """Assert that the tree, the pool whose pages it holds and the block tables of those that share them agree.
+
+    Args:
+        leaves: those that run, and the last page that each shares.
+    """
+    for node in tree.nodes():
+        assert node.owner is None or node.owner in leaves, "a sequence that is gone owns a page to be computed"
+        assert node.tail is None or node.tail in leaves, "the tail of a node is gone"
+        if node.page is None:
+            continue
+        assert node.idle == (pool.num_references(node.page) == 0), f"page {node.page}: idle is {node.idle}"
+        if not has_window and node.parent is not None and node.parent.parent:
+            assert node.parent.page is not None, "a page without the one before it"
+            assert node.idle or not node.parent.idle, "a page is in use, the one before it is idle"
+    for seq, leaf in leaves.items():
+        _check_path(tree, pool, seq, leaf)
+
+
+def _check_path(tree: PrefixTree, pool: PagePool, seq: Sequence, leaf: Node) -> None:
+    """Each shared page lies where the tokens say, and no other page of `seq` is in the tree or held by another."""
+    where = f"sequence {seq.seq_id}"
+    node = tree.root(*seq.request.cache_root)
+    assert seq.num_shared * tree.page_size <= seq.dispatched <= seq.planned, f"{where}: {seq}"
+    assert seq.first_page <= seq.num_shared, f"{where}: {seq}"
+    for index in range(seq.num_shared):
+        node = node.children[tree.key(seq.tokens, index)]
+        page = node.page if index < seq.first_page else seq.pages[index - seq.first_page]
+        assert node.page == page, f"{where}: page {index} is {page}, its prefix lies in {node.page}"
+    for page in seq.pages[seq.num_shared - seq.first_page :]:
+        assert pool.num_references(page) == 1, f"{where}: page {page}, which it writes, is shared"
+    assert leaf is node, f"{where}: the last page that it shares is another"

@@ -29,7 +29,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from jaxserve.errors import ConfigError
-from jaxserve.host.finding import NOTHING, Found, find_beginning, find_path
+from jaxserve.host import integrity
+from jaxserve.host.finding import NOTHING, Found, find
 from jaxserve.host.local import LocalPages
 from jaxserve.host.pages import PagePool
 from jaxserve.host.prefix import Node, PrefixTree, take_waiters
@@ -96,39 +97,10 @@ class Memory:
 
     def find(self, seq: Sequence) -> Found:
         """What `seq`, which holds nothing, may start from: `num_skippable` of its tokens at most. O(its pages)."""
-        tree = self._tree
-        if tree is None:
+        if self._tree is None:
             return NOTHING
-        root = tree.root(*seq.request.cache_root)
-        last = seq.num_skippable // self._size
-        path = find_path(tree, root, seq, self._limits, last)
-        depth, first_seen = len(path), self._limits.first_seen_page
-        nodes = path[first_seen(depth * self._size) :]
-        computing = next((node for node in reversed(nodes) if node.page is None), None)
-        if computing is not None:
-            return Found(computing=computing)
-        if self._local is not None:
-            nodes = path[: self._local.find(seq, depth)]
-            tree.prune(root)
-            return Found(tuple(nodes), sum(node.idle for node in nodes))
-        leaf = path[-1] if path else root
-        loaded: tuple[bytes, ...] = ()
-        copied, num_copied = None, 0
-        if self.tier is not None:
-            loaded = self.tier.find(tree, leaf, seq, depth, last)
-        if not loaded:
-            copied, num_copied = find_beginning(tree, leaf, seq, depth)
-        tree.prune(root)
-        first = first_seen((depth + len(loaded)) * self._size + num_copied)
-        nodes = path[first:]
-        return Found(
-            tuple(nodes),
-            sum(node.idle for node in nodes),
-            copied,
-            num_copied,
-            loaded[max(0, first - depth) :],
-            first_page=first,
-        )
+        find_local = None if self._local is None else self._local.find
+        return find(self._tree, seq, self._limits, tier=self.tier, find_local=find_local)
 
     def open(self, seq: Sequence, found: Found) -> None:
         """Let `seq` start from what was just found for it: pages, cursors, and a promise to compute the rest."""
@@ -366,31 +338,7 @@ class Memory:
         tree.check_integrity()
         if self.tier is not None:
             self.tier.check_integrity()
-        nodes = list(tree.nodes())
-        tables.append([node.page for node in nodes if node.pinned and node.page is not None])
-        self._pool.check_integrity(tables, [node.page for node in nodes if node.page is not None])
-        for node in nodes:
-            if node.page is not None:
-                assert node.idle == (self._pool.num_references(node.page) == 0), f"page {node.page}: idle is {node.idle}"
-            assert node.owner is None or node.owner in self._leaves, "a sequence that is gone owns a page to be computed"
-            assert node.tail is None or node.tail in self._leaves, "the tail of a node is gone"
-            if self._limits.window is None and node.page is not None and node.parent is not None and node.parent.parent:
-                assert node.parent.page is not None, "a page without the one before it"
-                assert node.idle or not node.parent.idle, "a page is in use, the one before it is idle"
+        pinned = [node.page for node in tree.nodes() if node.pinned and node.page is not None]
+        self._pool.check_integrity([*tables, pinned], [node.page for node in tree.nodes() if node.page is not None])
         assert set(seqs) == self._leaves.keys() == self._ends.keys(), "not those that run have shared prefixes"
-        for seq in seqs:
-            self._check_path(tree, seq)
-
-    def _check_path(self, tree: PrefixTree, seq: Sequence) -> None:
-        """Each shared page lies where the tokens say, and no other page of `seq` is in the tree or held by another."""
-        where = f"sequence {seq.seq_id}"
-        node = tree.root(*seq.request.cache_root)
-        assert seq.num_shared * self._size <= seq.dispatched <= seq.planned, f"{where}: {seq}"
-        assert seq.first_page <= seq.num_shared, f"{where}: {seq}"
-        for index in range(seq.num_shared):
-            node = node.children[tree.key(seq.tokens, index)]
-            page = node.page if index < seq.first_page else seq.pages[index - seq.first_page]
-            assert node.page == page, f"{where}: page {index} is {page}, its prefix lies in {node.page}"
-        for page in seq.pages[seq.num_shared - seq.first_page :]:
-            assert self._pool.num_references(page) == 1, f"{where}: page {page}, which it writes, is shared"
-        assert self._leaves[seq] is node, f"{where}: the last page that it shares is another"
+        integrity.check_shared(tree, self._pool, self._leaves, has_window=self._limits.window is not None)
