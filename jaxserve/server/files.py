@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 from aiohttp import BodyPartReader, MultipartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -202,24 +202,20 @@ async def get_file(request: web.Request) -> web.Response:
 async def get_content(request: web.Request) -> web.StreamResponse:
     """`GET /v1/files/{file_id}/content`."""
     record = _file_of(request)
-    try:
-        file = await asyncio.to_thread(store_of(request).files.path(record).open, "rb")
-    except FileNotFoundError:  # deleted since
-        raise NotFound(f"there is no file {record.file_id!r}") from None
-    with file:
+    with closing(store_of(request).files.download(record)) as content:
+        try:
+            await asyncio.to_thread(content.open)
+        except FileNotFoundError:  # deleted since
+            raise NotFound(f"there is no file {record.file_id!r}") from None
         response = web.StreamResponse(
             headers={"Content-Type": "application/octet-stream", "Content-Length": str(record.num_bytes)}
         )
         await response.prepare(request)
         if request.method != "HEAD":
-            await _send(file, response)
+            while chunk := await asyncio.to_thread(content.read, CHUNK_BYTES):
+                await response.write(chunk)
         await response.write_eof()
     return response
-
-
-async def _send(file: BinaryIO, response: web.StreamResponse) -> None:
-    while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
-        await response.write(chunk)
 
 
 async def delete_file(request: web.Request) -> web.Response:

@@ -7,7 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.server.store.files import Upload
+from jaxserve.server.store.files import Download, Upload
 from tests.server.batching import batching
 from tests.server.serving import serving
 
@@ -234,6 +234,42 @@ async def test_an_upload_given_up_before_its_first_write_leaves_nothing(
         sending.cancel()
         assert await asyncio.to_thread(written.wait, 10)
         assert left_over(tmp_path) == []
+
+
+async def test_a_content_given_up_before_it_is_open_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_, close = Download.open, Download.close
+    opening, given_up, opened = threading.Event(), threading.Event(), threading.Event()
+
+    def slow_open(content: Download) -> None:
+        opening.set()
+        assert given_up.wait(10)
+        open_(content)
+        opened.set()
+
+    def tell(content: Download) -> None:
+        close(content)
+        given_up.set()
+
+    monkeypatch.setattr(Download, "open", slow_open)
+    monkeypatch.setattr(Download, "close", tell)
+    async with batching(tmp_path) as server:
+        file = await server.upload(b"x" * 1000)
+        reading = asyncio.create_task(server.client.files.content(file.id))
+        assert await asyncio.to_thread(opening.wait, 10)
+        reading.cancel()
+        assert await asyncio.to_thread(opened.wait, 10)
+        assert file.id not in {os.path.basename(path) for path in open_paths()}
+
+
+def open_paths() -> list[str]:
+    """Where this process has files open."""
+    paths = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed since
+            paths.append(os.readlink(f"/proc/self/fd/{name}"))
+    return paths
 
 
 @contextmanager

@@ -96,6 +96,10 @@ class FileStore:
         """Where its content is."""
         return self._folder / record.file_id
 
+    def download(self, record: FileRecord) -> Download:
+        """Its content on its way out. Nothing is open before `open`."""
+        return Download(self.path(record))
+
     def begin(self, max_bytes: int) -> Upload:
         """A file on its way in, of at most `max_bytes`. Nothing is on disk before its first `write`."""
         file_id = new_id("file-")
@@ -264,6 +268,39 @@ class Upload:
                 self._file.close()
                 with suppress(OSError):
                     os.unlink(self._path)
+
+
+class Download:
+    """A file's content on its way out. Ends with `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # As of an upload: opening it may go on in a thread while the one who waited for it gives up.
+        self._lock = threading.Lock()
+        self._file: FileIO | None = None
+        self._is_over = False
+
+    def open(self) -> None:
+        """From here on all of it can be read, also if the file is deleted. Nothing, once it is closed.
+
+        Raises:
+            FileNotFoundError: it has been deleted.
+        """
+        with self._lock:
+            if not self._is_over:
+                self._file = FileIO(self._path)
+
+    def read(self, num_bytes: int) -> bytes:
+        """The next bytes, at most so many; none at the end, and once it is closed."""
+        with self._lock:
+            return b"" if self._file is None or self._is_over else self._file.read(num_bytes)
+
+    def close(self) -> None:
+        """Have nothing open of it. Safe to call again."""
+        with self._lock:
+            self._is_over = True
+            if self._file is not None:
+                self._file.close()
 
 
 def _read_records(folder: Path) -> Iterable[FileRecord]:
