@@ -40,6 +40,7 @@ examples:
   jaxserve inspect smollm2-135m-instruct
   jaxserve inspect hf:Qwen/Qwen3-8B --device v5e --kv-dtype int8
   jaxserve inspect ./model.gguf --device h200 --tensor-parallel 2 --json
+  jaxserve inspect hf:Qwen/Qwen3-30B-A3B --device v6e --tensor-parallel 2 --expert-parallel 4
 """
 DEVICES = ("v5e", "v6e", "v5p", "tpu7x", "h100", "h200", "a100", "cpu")
 
@@ -94,6 +95,13 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--kv-dtype", choices=("auto", "float32", "bfloat16", "int8", "fp8"), default="auto", help="as of serve"
     )
     inspect.add_argument("--tensor-parallel", type=int, metavar="N", help="devices that share each layer; default: several")
+    inspect.add_argument(
+        "--expert-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="times as many, that split a mixture's experts; default: 1",
+    )
     inspect.add_argument("--json", action="store_true", help="print all figures as JSON, sizes in bytes")
     inspect.set_defaults(run=_inspect)
 
@@ -106,14 +114,14 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    if args.tensor_parallel is not None and args.tensor_parallel < 1:
-        raise ConfigError(f"--tensor-parallel must be at least 1, found {args.tensor_parallel}")
+    for flag, number in (("--tensor-parallel", args.tensor_parallel), ("--expert-parallel", args.expert_parallel)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{flag} must be at least 1, found {number}")
     from jaxserve import inspect_model, inspect_report
 
     found = inspect_model.inspect(args.model)
-    fits = inspect_model.fits(
-        found.config, DEVICES, args.device, args.tensor_parallel, dtype=args.dtype, kv_dtype=args.kv_dtype
-    )
+    split = args.tensor_parallel, args.expert_parallel
+    fits = inspect_model.fits(found.config, DEVICES, args.device, *split, dtype=args.dtype, kv_dtype=args.kv_dtype)
     if args.json:
         print(inspect_report.as_json(found, fits))
         return 0

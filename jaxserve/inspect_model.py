@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.params import ParamSpec, map_specs
-from jaxserve.models.sharding import DEVICES, MESH_AXES, padded_shape
+from jaxserve.models.sharding import DEVICES, MESH_AXES, check_splits, padded_shape
 from jaxserve.weights import check_params, open_model
 from pallas_kernels.aot import TARGETS
 from pallas_kernels.paged_attention.choose import Shape, choose
@@ -98,6 +99,8 @@ class Fit:
     """A model on some devices of a kind.
 
     Attributes:
+        devices: all of them.
+        expert_parallel: rows of them, each with its own part of the experts.
         weight_bytes: of each device.
         kv_bytes_per_token: over all devices, in all layers, in the layout that the engine has there.
         kv_bytes: for KV, over all devices; 0 where the weights alone do not fit.
@@ -106,6 +109,7 @@ class Fit:
 
     chip: str
     devices: int
+    expert_parallel: int
     dtype: str
     kv_dtype: str
     weight_bytes: int
@@ -210,9 +214,9 @@ def _active(spec: ParamSpec, config: ModelConfig) -> int:
     return count // experts.num * experts.per_token
 
 
-def abstract_mesh(num_devices: int) -> AbstractMesh:
-    """A mesh of devices that need not be here, all along the axis of tensors."""
-    return AbstractMesh((1, num_devices), DEVICES)
+def abstract_mesh(tensor_parallel: int, expert_parallel: int = 1) -> AbstractMesh:
+    """A mesh of devices that need not be here, as `make_mesh` makes it."""
+    return AbstractMesh((expert_parallel, tensor_parallel), DEVICES)
 
 
 def contexts_of(config: ModelConfig) -> tuple[int, ...]:
@@ -225,15 +229,28 @@ def contexts_of(config: ModelConfig) -> tuple[int, ...]:
     return (*lengths, config.max_position)
 
 
-def fit(config: ModelConfig, chip: Chip, num_devices: int, *, dtype: str = "auto", kv_dtype: str = "auto") -> Fit:
-    """How a model fits on `num_devices` of a chip, by what the engine would place there.
+def fit(
+    config: ModelConfig,
+    chip: Chip,
+    tensor_parallel: int,
+    expert_parallel: int = 1,
+    *,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+) -> Fit:
+    """How a model fits on `tensor_parallel` times `expert_parallel` devices of a kind, by what the engine would place there.
 
     Args:
-        dtype, kv_dtype: as `EngineConfig` has them.
+        tensor_parallel, expert_parallel, dtype, kv_dtype: as `EngineConfig` has them.
+
+    Raises:
+        ConfigError: experts are split, and the model has none.
     """
+    check_splits(config, expert_parallel)
+    num_devices = tensor_parallel * expert_parallel
     weights_in = _dtype(("float32" if chip.platform == "cpu" else "bfloat16") if dtype == "auto" else dtype)
     kv_in = _dtype(weights_in.name if kv_dtype == "auto" else kv_dtype)
-    mesh = abstract_mesh(num_devices)
+    mesh = abstract_mesh(tensor_parallel, expert_parallel)
     weight_bytes = sum(_bytes_of_device(spec, mesh, weights_in) for spec in _specs(config))
     impl = _attention(config, chip, num_devices, weights_in, kv_in)
     page_bytes = config.num_layers * math.prod(pool_shape(config, 1, PAGE_SIZE, mesh, impl)) * kv_in.itemsize
@@ -243,6 +260,7 @@ def fit(config: ModelConfig, chip: Chip, num_devices: int, *, dtype: str = "auto
     return Fit(
         chip=chip.name,
         devices=num_devices,
+        expert_parallel=expert_parallel,
         dtype=weights_in.name,
         kv_dtype="fp8" if kv_in.itemsize == 1 and kv_in != np.int8 else kv_in.name,
         weight_bytes=weight_bytes,
@@ -256,32 +274,40 @@ def fits(
     config: ModelConfig,
     chips: Sequence[str],
     chip: str | None,
-    num_devices: int | None,
+    tensor_parallel: int | None,
+    expert_parallel: int = 1,
     *,
     dtype: str = "auto",
     kv_dtype: str = "auto",
 ) -> list[Fit]:
-    """Where a model fits: on some numbers of `chip`, else on the fewest of each of `chips`; or on `num_devices` of them."""
+    """Where a model fits: on some numbers of `chip`, else on the fewest of each of `chips`; or with `tensor_parallel` on them.
+
+    Raises:
+        ConfigError: as `fit`.
+    """
+    on = partial(fit, config, dtype=dtype, kv_dtype=kv_dtype)
     named = {name: CHIPS[name] if name in CHIPS else this_computer() for name in chips}
     if chip is not None:
         few = (1,) if chip == "cpu" else FEW
-        numbers = few if num_devices is None else (num_devices,)
-        return [fit(config, named[chip], number, dtype=dtype, kv_dtype=kv_dtype) for number in numbers]
-    if num_devices is not None:
-        return [fit(config, each, num_devices, dtype=dtype, kv_dtype=kv_dtype) for each in named.values()]
-    return [smallest_fit(config, each, dtype=dtype, kv_dtype=kv_dtype) for each in named.values()]
+        numbers = few if tensor_parallel is None else (tensor_parallel,)
+        return [on(named[chip], number, expert_parallel) for number in numbers]
+    if tensor_parallel is not None:
+        return [on(each, tensor_parallel, expert_parallel) for each in named.values()]
+    return [smallest_fit(config, each, expert_parallel, dtype=dtype, kv_dtype=kv_dtype) for each in named.values()]
 
 
-def smallest_fit(config: ModelConfig, chip: Chip, *, dtype: str = "auto", kv_dtype: str = "auto") -> Fit:
-    """The fit on the fewest devices, a power of two of them, that hold the weights and a short sequence."""
-    num_devices = 1
+def smallest_fit(
+    config: ModelConfig, chip: Chip, expert_parallel: int = 1, *, dtype: str = "auto", kv_dtype: str = "auto"
+) -> Fit:
+    """The fit on the fewest devices, `expert_parallel` times a power of two, that hold the weights and a short sequence."""
+    tensor_parallel = 1
     while True:
-        found = fit(config, chip, num_devices, dtype=dtype, kv_dtype=kv_dtype)
+        found = fit(config, chip, tensor_parallel, expert_parallel, dtype=dtype, kv_dtype=kv_dtype)
         if found.sequences[contexts_of(config)[0]]:
             return found
-        if num_devices >= MAX_DEVICES or chip.platform == "cpu":
+        if 2 * found.devices > MAX_DEVICES or chip.platform == "cpu":
             return found
-        num_devices *= 2
+        tensor_parallel *= 2
 
 
 def layer_pages(config: ModelConfig, context: int) -> int:

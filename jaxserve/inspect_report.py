@@ -95,7 +95,7 @@ def fits_of_chips(fits: Sequence[Fit]) -> str:
         [fit.chip, str(fit.devices), f"{size(fit.weight_bytes)} each", _room(fit), *_sequences(fit, fit.sequences)]
         for fit in fits
     ]
-    title = "Sequences at once on the fewest devices that hold it, by tokens of context:"
+    title = f"Sequences at once on the fewest devices that hold it{_split(fits)}, by tokens of context:"
     return f"{title}\n\n{_table(head, rows)}\n\n{_footnote(fits)}"
 
 
@@ -103,7 +103,13 @@ def fits_of_numbers(fits: Sequence[Fit]) -> str:
     """A row for each number of devices of one kind."""
     head = ["devices", "weights", "KV", *map(_length, fits[0].sequences)]
     rows = [[str(fit.devices), f"{size(fit.weight_bytes)} each", _room(fit), *_sequences(fit, fit.sequences)] for fit in fits]
-    return f"Sequences at once on {fits[0].chip}, by tokens of context:\n\n{_table(head, rows)}\n\n{_footnote(fits)}"
+    title = f"Sequences at once on {fits[0].chip}{_split(fits)}, by tokens of context:"
+    return f"{title}\n\n{_table(head, rows)}\n\n{_footnote(fits)}"
+
+
+def _split(fits: Sequence[Fit]) -> str:
+    parts = fits[0].expert_parallel
+    return f", the experts in {parts} parts" if parts > 1 else ""
 
 
 def _length(context: int) -> str:

@@ -36,11 +36,25 @@ def tied_hf(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
-def test_figures_are_what_the_engine_places(num_devices: int) -> None:
-    config = model_config_from_hf(TIED)
-    found = fit(config, this_computer(), num_devices, kv_dtype="bfloat16")
-    mesh = make_mesh(num_devices)
+OF_EXPERTS = TIED | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "tensor_parallel", "expert_parallel"),
+    [(TIED, 1, 1), (TIED, 2, 1), (TIED, 4, 1), (OF_EXPERTS, 4, 1), (OF_EXPERTS, 1, 4), (OF_EXPERTS, 2, 2)],
+    ids=lambda value: "" if isinstance(value, dict) else str(value),
+)
+def test_figures_are_what_the_engine_places(values: dict[str, Any], tensor_parallel: int, expert_parallel: int) -> None:
+    config = model_config_from_hf(values)
+    found = fit(config, this_computer(), tensor_parallel, expert_parallel, kv_dtype="bfloat16")
+    mesh = make_mesh(tensor_parallel, expert_parallel)
+    assert (found.devices, found.expert_parallel) == (mesh.size, expert_parallel)
     assert found.weight_bytes == _weight_bytes(config, mesh, np.dtype(np.float32))
     assert found.kv_bytes_per_token * 64 == page_bytes(config, 64, mesh, np.dtype(jax.numpy.bfloat16))
 
@@ -62,11 +76,32 @@ def test_a_sequence_holds_no_more_than_the_widest_window() -> None:
 
 
 def test_of_experts_a_token_meets_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
-    hub_of(TIED | sizes | {"architectures": ["Qwen3MoeForCausalLM"]}, tmp_path, monkeypatch)
+    hub_of(OF_EXPERTS, tmp_path, monkeypatch)
     found = inspect("hf:org/name")
     of_expert = 3 * 64 * CONFIG["hidden_size"]  # type: ignore[operator]
-    assert found.parameters - found.active_parameters == 2 * 6 * of_expert
+    assert found.parameters - found.active_parameters == 2 * 4 * of_expert
+
+
+def test_experts_are_split_on_times_as_many_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub_of(OF_EXPERTS, tmp_path, monkeypatch)
+    command = ["inspect", "hf:org/name", "--expert-parallel", "2"]
+    assert main([*command, "--device", "v6e", "--tensor-parallel", "2", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["fits"]
+    assert (row["devices"], row["expert_parallel"]) == (4, 2)
+    assert main([*command, "--device", "v6e"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Sequences at once on v6e, the experts in 2 parts, by tokens of context:" in lines
+    assert [line.split()[0] for line in lines[-7:-3]] == ["2", "4", "8", "16"]
+    assert main(command) == 0
+    assert "the fewest devices that hold it, the experts in 2 parts" in capsys.readouterr().out
+
+
+def test_a_dense_model_has_no_experts_to_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf")
+    assert main(["inspect", str(path), "--expert-parallel", "2"]) == 2
+    assert "expert_parallel is 2 but the model has no experts" in capsys.readouterr().err
 
 
 def test_devices_of_a_cpu_share_its_memory() -> None:
@@ -173,7 +208,9 @@ def test_a_broken_model_is_the_error_of_serving_it(
     assert BROKEN[damage] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--tensor-parallel", "0"], ["--device", "v9"], ["--dtype", "int4"]])
+@pytest.mark.parametrize(
+    "option", [["--tensor-parallel", "0"], ["--expert-parallel", "0"], ["--device", "v9"], ["--dtype", "int4"]]
+)
 def test_wrong_options_are_named(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(["inspect", "m", *option])

@@ -22,7 +22,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.params import abstract_params
-from jaxserve.models.sharding import EXPERT, TENSOR, padded_shape
+from jaxserve.models.sharding import EXPERT, TENSOR, check_splits, padded_shape
 from jaxserve.plan import MIN_WINDOW, RunnerLimits, enough_local_pages
 from pallas_kernels.grouped_matmul.choose import choose as choose_grouped
 from pallas_kernels.paged_attention.choose import Shape, choose
@@ -75,9 +75,8 @@ def choose_experts_impl(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) 
         ConfigError: the mesh splits experts, and the model has none.
     """
     experts = model_config.experts
+    check_splits(model_config, mesh.shape[EXPERT])
     if experts is None:
-        if mesh.shape[EXPERT] > 1:
-            raise ConfigError(f"expert_parallel is {mesh.shape[EXPERT]} but the model has no experts; raise tensor_parallel")
         return "xla"
     device, hidden = mesh.devices.flat[0], model_config.hidden_size
     num, width = padded_shape((experts.num, experts.width), ("experts", "expert_mlp"), mesh)

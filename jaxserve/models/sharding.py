@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError
+from jaxserve.model_config import ModelConfig
 
 AnyMesh = Mesh | AbstractMesh
 """Of devices that are here, or of ones that only count."""
@@ -62,6 +63,12 @@ def make_mesh(tensor_parallel: int, expert_parallel: int = 1) -> Mesh:
             f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes as many"
         )
     return mesh_of(devices[:wanted], expert_parallel)
+
+
+def check_splits(config: ModelConfig, expert_parallel: int) -> None:
+    """Raise `ConfigError` if `expert_parallel` devices would split experts that the model has not got."""
+    if config.experts is None and expert_parallel > 1:
+        raise ConfigError(f"expert_parallel is {expert_parallel} but the model has no experts; raise tensor_parallel")
 
 
 def mesh_of(devices: Sequence[Any], expert_parallel: int = 1) -> Mesh:
