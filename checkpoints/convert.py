@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from checkpoints.checkpoint import Checkpoint, CheckpointError, TensorInfo, is_floating, open_checkpoint
 from checkpoints.safetensors import DEFAULT_SHARD_BYTES, write_safetensors
+from checkpoints.sources import default_models_dir, resolve
 
 Format = Literal["safetensors", "orbax"]
 
@@ -28,6 +29,8 @@ DTYPE_NAMES = {"f32": "float32", "bf16": "bfloat16"} | {name: name for name in D
 EPILOG = """examples:
   python -m checkpoints.convert model.Q4_1.gguf model-hf
   python -m checkpoints.convert model-hf model-orbax --format orbax --dtype bfloat16
+  python -m checkpoints.convert smollm2-135m-instruct smollm2-hf
+  python -m checkpoints.convert hf:Qwen/Qwen3-0.6B qwen3-orbax --format orbax
 
 DST appears only when it is complete. Quantised tensors are written dequantised, as float32 unless --dtype says otherwise.
 """
@@ -55,7 +58,8 @@ def convert(
     Raises:
         CheckpointError: `source` cannot be read, or `target` cannot be written or must not be replaced.
     """
-    _check_target(source, target, replace)
+    _check_target(target, replace)
+    _check_apart(source, target)
     with open_checkpoint(source) as checkpoint:
         tensors = {name: _cast_info(info, dtype) for name, info in checkpoint.tensors.items()}
         read = _reader(checkpoint, tensors, progress)
@@ -76,18 +80,22 @@ def _fingerprint(source: Path, dtype: str | None) -> str:
     return json.dumps([states, dtype])
 
 
-def _check_target(source: Path, target: Path, replace: bool) -> None:
+def _check_target(target: Path, replace: bool) -> None:
     """Refuse a target that holds anything but a checkpoint, however much `replace` insists."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not target.is_dir():
         raise CheckpointError(f"{target}: is a file; DST must be a directory, or not exist")
-    if source.resolve() != target.resolve() and source.resolve().is_relative_to(target.resolve()):
-        raise CheckpointError(f"{target}: contains {source}, which replacing it would delete")
     if not replace:
         raise CheckpointError(f"{target}: is not empty; choose another DST, or pass --force to replace it")
     if not (target / "config.json").is_file():
         raise CheckpointError(f"{target}: has no config.json, so it is not a checkpoint, and will not be replaced")
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    """Refuse a target that holds the source among other things."""
+    if target.exists() and source.resolve() != target.resolve() and source.resolve().is_relative_to(target.resolve()):
+        raise CheckpointError(f"{target}: contains {source}, which replacing it would delete")
 
 
 def _cast_info(info: TensorInfo, dtype: str | None) -> TensorInfo:
@@ -122,11 +130,15 @@ def _reader(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m checkpoints.convert",
-        description="Convert a GGUF file, a Hugging Face directory or an Orbax directory.",
+        description="Convert a GGUF file, a Hugging Face directory or an Orbax directory, fetched first if need be.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="SRC", type=Path, help="GGUF file, Hugging Face directory or Orbax directory")
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="GGUF file, Hugging Face directory or Orbax directory; a name from configs/models/; or hf:ORG/NAME",
+    )
     parser.add_argument("target", metavar="DST", type=Path, help="directory to write")
     parser.add_argument(
         "--format",
@@ -165,9 +177,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        with contextlib.closing(_Bar(f"converting {options.source.name}")) as bar:
+        _check_target(options.target, options.force)  # or what is refused would be fetched first
+        source = resolve(options.source, default_models_dir())
+        with contextlib.closing(_Bar(f"converting {Path(options.source).name}")) as bar:
             convert(
-                options.source,
+                source,
                 options.target,
                 form=options.form,
                 dtype=DTYPE_NAMES[options.dtype] if options.dtype else None,

@@ -1,7 +1,7 @@
 """Where a named model comes from: a path, the Hugging Face hub, or a file that `models_dir/NAME.toml` describes.
 
-Owns the cache folder, and `resolve`, which turns what a user typed into a local path. Fetching is `wheels`' business. Knows
-nothing of what the files hold.
+Owns the cache folder, where those descriptions are, and `resolve`, which turns what a user typed into a local path. Fetching
+is `wheels`' business. Knows nothing of what the files hold.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     # The XDG specification has relative paths ignored.
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "jaxserve"
+
+
+def default_models_dir() -> Path:
+    """The folder of the models that come with the project: in a checkout beside this package, in an installed one with it."""
+    root = Path(__file__).resolve().parents[1]
+    inside = root / "jaxserve" / "configs"
+    return (inside if inside.is_dir() else root / "configs") / "models"
 
 
 def resolve(name_or_path: str | Path, models_dir: Path) -> Path:

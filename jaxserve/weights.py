@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
-from checkpoints.sources import resolve
+from checkpoints.sources import default_models_dir, resolve
 from checkpoints.text_part import text_part
 from checkpoints.tree import TensorSource, check_tree, load_tree
 from jaxserve.config import EngineConfig
@@ -31,20 +30,13 @@ from jaxserve.models.sharding import AnyMesh, padded_shape
 logger = logging.getLogger(__name__)
 
 
-def models_dir() -> Path:
-    """The folder of named models: in an installed package within it, in a checkout beside it."""
-    here = Path(__file__).parent
-    inside = here / "configs" / "models"
-    return inside if inside.is_dir() else here.parent / "configs" / "models"
-
-
 def open_model(model: str) -> Checkpoint:
     """Open the text model that `ServeConfig.model` names, fetched first if need be; only headers are read.
 
     Raises:
         CheckpointError: nothing of that name, or it cannot be fetched or read.
     """
-    return text_part(open_checkpoint(resolve(model, models_dir())))
+    return text_part(open_checkpoint(resolve(model, default_models_dir())))
 
 
 def check_params(checkpoint: Checkpoint, model_config: ModelConfig, mesh: AnyMesh, dtype: np.dtype) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -126,6 +128,7 @@ def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
 def test_only_checkpoints_are_ever_replaced(tmp_path: Path) -> None:
     source = tiny_hf(tmp_path / "home" / "in")
     (tmp_path / "home" / "letters").write_text("dear")
+    (tmp_path / "home" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"home: contains .*in, which replacing it would delete"):
         convert(source, tmp_path / "home", replace=True)
     with pytest.raises(CheckpointError, match=r"letters: is a file"):
@@ -212,9 +215,55 @@ def test_the_command_line_converts_and_shows_progress(tmp_path: Path, capsys: py
 def test_the_command_line_answers_an_error_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
     captured = capsys.readouterr()
-    assert captured.err.splitlines() == [
-        f"error: {tmp_path}/nowhere: no such file or directory; expected a GGUF file, a Hugging Face or an Orbax directory"
-    ]
+    (line,) = captured.err.splitlines()
+    assert line.startswith(f"error: model '{tmp_path}/nowhere': no such path, and not a known name.")
+    assert "Known names: gemma-3-270m, smollm2-135m-instruct" in line
+
+
+def named_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have "tiny" be the name of a model that has been fetched already; its file."""
+    file = folder / "cache" / "models" / "tiny" / "t.gguf"
+    file.parent.mkdir(parents=True)
+    tiny_gguf(file)
+    content = file.read_bytes()
+    keys = {"package": "pkg", "version": "1", "member": "pkg/t.gguf", "sha256": hashlib.sha256(content).hexdigest()}
+    lines = [f'{key} = "{value}"' for key, value in ({"kind": "pypi-wheel"} | keys).items()]
+    (folder / "named").mkdir()
+    (folder / "named" / "tiny.toml").write_text("\n".join(["[source]", *lines, f"bytes = {len(content)}", "wheel_bytes = 1"]))
+    monkeypatch.setenv("JAXSERVE_CACHE", str(folder / "cache"))
+    monkeypatch.setattr("checkpoints.convert.default_models_dir", lambda: folder / "named")
+    return file
+
+
+def test_the_command_line_takes_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = named_model(tmp_path, monkeypatch)
+    assert main(["tiny", str(tmp_path / "out")]) == 0
+    assert "converting tiny: 100%" in capsys.readouterr().err
+    assert_same_arrays(contents(tmp_path / "out")[0], contents(file)[0])
+    assert main(["tinny", str(tmp_path / "more")]) == 1
+    assert "did you mean 'tiny'?" in capsys.readouterr().err
+
+
+def test_the_command_line_takes_repositories_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(name)
+        return str(tiny_hf(tmp_path / "snapshot"))
+
+    hub = ModuleType("huggingface_hub")
+    hub.snapshot_download = download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert main(["hf:org/name", str(tmp_path / "out")]) == 0
+    assert_same_arrays(contents(tmp_path / "out")[0], contents(tmp_path / "snapshot")[0])
+    # What stands in the way is said before anything is fetched again.
+    assert main(["hf:org/name", str(tmp_path / "out")]) == 1
+    assert "is not empty; choose another DST, or pass --force" in capsys.readouterr().err
+    assert asked == ["org/name"]
 
 
 def test_help_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

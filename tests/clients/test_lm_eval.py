@@ -39,10 +39,9 @@ import json, sys
 from pathlib import Path
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.hf_files import write_tokenizer
-from checkpoints.sources import resolve
-from jaxserve.weights import models_dir
+from checkpoints.sources import default_models_dir, resolve
 
-with open_checkpoint(resolve(sys.argv[1], models_dir())) as checkpoint:
+with open_checkpoint(resolve(sys.argv[1], default_models_dir())) as checkpoint:
     write_tokenizer(Path(sys.argv[2]), checkpoint.tokenizer)
     Path(sys.argv[2], "config.json").write_text(json.dumps(dict(checkpoint.config)))
 """
@@ -51,12 +50,11 @@ JUDGE = """
 import json, sys
 import numpy as np
 from tokenizers import Tokenizer
-from checkpoints.sources import resolve
-from jaxserve.weights import models_dir
+from checkpoints.sources import default_models_dir, resolve
 from tests.paged_model import PagedModel
 
 tokenizer = Tokenizer.from_file(sys.argv[2])
-model = PagedModel.load(resolve(sys.argv[1], models_dir()), capacity=1100)
+model = PagedModel.load(resolve(sys.argv[1], default_models_dir()), capacity=1100)
 answers = []
 for context, continuation in json.load(sys.stdin):
     before = tokenizer.encode(context).ids
