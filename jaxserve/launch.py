@@ -27,6 +27,7 @@ from jaxserve.device.compile_counter import num_compiles
 from jaxserve.device.runner import DeviceRunner, Weights
 from jaxserve.engine.adapters import NO_ADAPTERS, AdapterSource, AdapterTable, load_first, named_adapters
 from jaxserve.engine.calibration import build_pacer, find_cost
+from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.pinning import pin_prefix
 from jaxserve.engine.text import ChatRules, Tokenizer
@@ -60,6 +61,7 @@ class Engine:
     runner: DeviceRunner
     model_name: str
     model_config: ModelConfig
+    constraints: Constraints
     adapters: AdapterTable = NO_ADAPTERS
     adapter_source: AdapterSource | None = None
 
@@ -73,8 +75,16 @@ class Engine:
         """Nothing is held beyond memory, which goes with the last reference."""
 
 
-def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> Engine:
+def build_engine(
+    config: ServeConfig,
+    *,
+    progress: Progress | None = None,
+    meanwhile: Callable[[Constraints], None] = lambda constraints: None,
+) -> Engine:
     """Load, compile and return a warm engine.
+
+    Args:
+        meanwhile: called once the weights are there, while other threads still compile.
 
     Raises:
         ConfigError: settings that do not fit the model or the machine.
@@ -94,10 +104,13 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
             runner = build_runner(config.engine, model_config, mesh, dtype)
             model_config = model_config.for_context(runner.limits.max_context)
             check_params(checkpoint, model_config, mesh, dtype)
+            constraints = Constraints(tokenizer, runner.limits.vocab_size, model_config.eos_token_ids)
 
             def load() -> Weights:
                 params = load_params(checkpoint, model_config, mesh, dtype, partial(report, "load"))
-                return Weights(params, find_kv_scales(config.engine, checkpoint, model_config, params, mesh, dtype))
+                scales = find_kv_scales(config.engine, checkpoint, model_config, params, mesh, dtype)
+                meanwhile(constraints)
+                return Weights(params, scales)
 
             runner.warm_up(load, partial(report, "compile"))
     except CheckpointError as error:
@@ -124,7 +137,14 @@ def build_engine(config: ServeConfig, *, progress: Progress | None = None) -> En
         rules = ChatRules(special_tokens_in_messages=config.http.special_tokens_in_messages)
         pin_prefix(core, tokenizer.with_rules(rules), Path(config.engine.pin_prefix))
     name = config.http.served_model_name or Path(config.model.removeprefix("hf:")).name
-    engine = Engine(core=core, tokenizer=tokenizer, runner=runner, model_name=name, model_config=model_config)
+    engine = Engine(
+        core=core,
+        tokenizer=tokenizer,
+        runner=runner,
+        model_name=name,
+        model_config=model_config,
+        constraints=constraints,
+    )
     if not config.engine.max_adapters:
         return engine
     source, table = PeftSource(model_config, runner), AdapterTable(config.engine.max_adapters, (name,))
@@ -150,7 +170,8 @@ def serve(config: ServeConfig) -> int:
     """
 
     def build() -> ServerParts:
-        engine = build_engine(config, progress=_log_progress())
+        # The first who wants structured output would hold up everyone else for a second.
+        engine = build_engine(config, progress=_log_progress(), meanwhile=Constraints.prepare)
         logger.info("ready: %s on http://%s:%d", engine.model_name, config.http.host, config.http.port)
         return ServerParts(
             core=engine.core,
@@ -158,6 +179,7 @@ def serve(config: ServeConfig) -> int:
             tokenizer=engine.tokenizer,
             model_name=engine.model_name,
             num_compiles=num_compiles,
+            constraints=engine.constraints,
             adapters=engine.adapters,
             adapter_source=engine.adapter_source,
         )

@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from checkpoints.checkpoint import TokenizerFiles
 from checkpoints.hf_files import write_tokenizer
 from jaxserve.config import EngineConfig, HttpConfig, ServeConfig
+from jaxserve.engine.constraints import Constraints
 from jaxserve.launch import Engine, build_engine
 from jaxserve.server.access import SERVICE
 from jaxserve.server.app import Server, build_app
@@ -215,7 +216,11 @@ def resident_mib() -> float:
 @pytest.fixture
 def engine(tmp_path: Path, compile_cache: None, pytestconfig: pytest.Config) -> Engine:
     limits = dataclasses.replace(LIMITS, compile_cache=str(pytestconfig.cache.mkdir("compiled")))
-    return build_engine(ServeConfig(model=str(write_tiny_model(tmp_path / MODEL)), engine=limits, http=HttpConfig(port=0)))
+    config = ServeConfig(model=str(write_tiny_model(tmp_path / MODEL)), engine=limits, http=HttpConfig(port=0))
+    prepared: list[Constraints] = []
+    engine = build_engine(config, meanwhile=prepared.append)
+    assert prepared == [engine.constraints]
+    return engine
 
 
 @pytest.mark.slow
@@ -230,6 +235,7 @@ async def test_a_thousand_mixed_requests_leave_nothing_behind(engine: Engine) ->
             tokenizer=engine.tokenizer,
             model_name=engine.model_name,
             num_compiles=lambda: engine.runner.compiles_since_ready,
+            constraints=engine.constraints,
         )
     )
     config = HttpConfig(port=0, max_queue_tokens=1_000_000)

@@ -29,6 +29,10 @@ class Constraints:
         self._end_token_ids = end_token_ids
         self._grammars = GrammarCompiler(tokenizer, vocab_size, end_token_ids)
 
+    def prepare(self) -> None:
+        """Do now what the first grammar would wait for; see `GrammarCompiler.prepare`."""
+        self._grammars.prepare()
+
     def of(self, params: SamplingParams) -> Constraint | None:
         """The constraint that `params` want; None if they want none. May take a second: not for an event loop.
 

@@ -63,7 +63,10 @@ def _limits() -> llguidance.LLParserLimits:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. Safe to call from any thread. The first one takes a fraction of a second more.
+    """Compiles grammars for one vocabulary. Safe to call from any thread.
+
+    The first one takes what `prepare` does more, unless that was called, or waits for it: of a vocabulary of 49,152 tokens
+    0.1 seconds and 14 MB, of one of 262,144 a second and 120 MB.
 
     Args:
         vocab_size: of the model's logits, which masks cover; the tokenizer's may be smaller or larger.
@@ -77,6 +80,12 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[GrammarKind, str], CompiledGrammar] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Have the vocabulary as llguidance wants it. Holds up every thread of this process meanwhile, as it never lets go of
+        the interpreter: for when nobody is served yet."""
+        if self._end_token_ids:
+            self._shared_vocabulary()
 
     def compile(self, grammar: Grammar) -> Constraint:
         """The grammar as a constraint, compiled or from the cache.

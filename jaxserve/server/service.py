@@ -43,6 +43,7 @@ class ServerParts:
         limits: of its runner.
         model_name: what requests call the model.
         num_compiles: programs compiled so far, for `/metrics`.
+        constraints: compiles what requests restrict tokens to; None for one that nobody has prepared.
         adapters: those that are loaded.
         adapter_source: brings more; None where there can be none.
     """
@@ -52,6 +53,7 @@ class ServerParts:
     tokenizer: Tokenizer
     model_name: str
     num_compiles: Callable[[], int] = lambda: 0
+    constraints: Constraints | None = None
     adapters: AdapterTable = NO_ADAPTERS
     adapter_source: AdapterSource | None = None
 
@@ -127,7 +129,7 @@ class Service:
             max_output_tokens=self.config.max_output_tokens,
             max_seconds=self.config.request_timeout,
         )
-        constraints = Constraints(tokenizer, parts.limits.vocab_size, parts.core.eos_token_ids)
+        constraints = parts.constraints or Constraints(tokenizer, parts.limits.vocab_size, parts.core.eos_token_ids)
         adapters = Adapters(parts.model_name, engine, parts.adapters, parts.adapter_source, self.config.adapter_dir)
         self._model = Model(parts.model_name, tokenizer, engine, terms, int(now()), constraints, adapters)
         logger.info("ready: serving %s", parts.model_name)

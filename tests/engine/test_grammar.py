@@ -319,6 +319,51 @@ class TestCost:
         assert compiler.compile(regex("a")) is first
         assert len(compiler._compiled) == 2
 
+    def test_the_vocabulary_is_built_once_and_when_asked(self, monkeypatch):
+        built = []
+
+        class Counted(grammar_module._Vocabulary):
+            def __init__(self, *args):
+                built.append(args)
+                super().__init__(*args)
+
+        monkeypatch.setattr(grammar_module, "_Vocabulary", Counted)
+        compiler = GrammarCompiler(TOKENIZER, VOCAB_SIZE, (END_ID,))
+        assert not built
+        compiler.prepare()
+        assert len(built) == 1
+        compiler.compile(regex("a"))
+        compiler.prepare()
+        assert len(built) == 1
+
+    def test_a_grammar_that_comes_while_the_vocabulary_is_built_waits_for_that(self, monkeypatch):
+        building, go_on, built = threading.Event(), threading.Event(), []
+
+        class Slow(grammar_module._Vocabulary):
+            def __init__(self, *args):
+                built.append(args)
+                building.set()
+                assert go_on.wait(10)
+                super().__init__(*args)
+
+        monkeypatch.setattr(grammar_module, "_Vocabulary", Slow)
+        compiler = GrammarCompiler(TOKENIZER, VOCAB_SIZE, (END_ID,))
+        compiled = []
+        threads = [
+            threading.Thread(target=compiler.prepare),
+            threading.Thread(target=lambda: compiled.append(compiler.compile(regex("a")))),
+        ]
+        threads[0].start()
+        assert building.wait(10)
+        threads[1].start()
+        go_on.set()
+        for thread in threads:
+            thread.join(10)
+        assert (len(built), len(compiled)) == (1, 1)
+
+    def test_without_an_end_there_is_nothing_to_prepare(self):
+        GrammarCompiler(TOKENIZER, VOCAB_SIZE, ()).prepare()
+
     def test_many_threads_may_compile_at_once(self):
         compiler = GrammarCompiler(TOKENIZER, VOCAB_SIZE, (END_ID,))
         results = []
