@@ -102,7 +102,8 @@ class Checkpoint(Protocol):
 
     Attributes:
         path: the file or directory, for messages.
-        config: as Hugging Face's `config.json`; `eos_token_id` may be a list.
+        config: as Hugging Face's `config.json`; `eos_token_id` may be a list, and `generation_config` holds what the files say
+            of sampling, as `generation_config.json` has it.
         tokenizer: None where the checkpoint has none.
         tensors: Hugging Face name to what `read` will return.
     """

@@ -31,7 +31,7 @@ def config_from_metadata(
     row = architecture_of(metadata)
     keys = ArchitectureKeys(metadata, f"{metadata.text('general.architecture')}.")
     vocab_size = _vocab_size(metadata, shapes)
-    config = {
+    config: dict[str, Any] = {
         "architectures": [row.hf_architecture],
         "model_type": row.model_type,
         "hidden_size": keys.count("embedding_length"),
@@ -48,8 +48,31 @@ def config_from_metadata(
         "bos_token_id": metadata.index("tokenizer.ggml.bos_token_id", vocab_size),
         "eos_token_id": _eos_token_ids(metadata, vocab_size),
     }
+    if generation := _generation(metadata):
+        config["generation_config"] = generation
     config |= rope_settings(keys, config, shapes, read, partial=not row.interleaved)
     return config | row.settings(keys, config)
+
+
+SAMPLING_KEYS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""What `generation_config.json` calls these."""
+
+
+def _generation(metadata: GgufMetadata) -> dict[str, Any]:
+    """What the file says of sampling, under the names of `generation_config.json` as far as that has any."""
+    numbers = {key: value for key, value in metadata.values.items() if isinstance(value, (int, float))}
+    found = {key: value for key, value in numbers.items() if key.startswith("general.sampling.")}
+    # Stored as float32; seven digits bring back the decimal that was meant.
+    return {
+        SAMPLING_KEYS.get(key, key): float(f"{value:.7g}") if isinstance(value, float) else value
+        for key, value in found.items()
+    }
 
 
 def _heads(keys: ArchitectureKeys) -> dict[str, int]:

@@ -20,11 +20,17 @@ from checkpoints.sentencepiece_model import read_sentencepiece
 MODEL_NAMES = ("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
 TOOL_TEMPLATE = Path("additional_chat_templates", "tool_use.jinja")
 
+GENERATION = "generation_config"
+"""The key of a checkpoint's config that has the rest of `generation_config.json`: how its makers would have it sampled."""
+
+GENERATION_FILE = "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id")
+
 
 def read_config(directory: Path) -> dict[str, Any]:
     """`config.json`, with the token ids of `generation_config.json`: its BOS, and the tokens that end a text in either.
 
-    Tokens that are given by their text become ids.
+    Tokens that are given by their text become ids. The rest of that file, if there is any, is under `GENERATION`.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -32,16 +38,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     config = read_json_object(path)
     nested = config.get("text_config")
     in_text = nested if isinstance(nested, Mapping) else {}
-    for key in ("bos_token_id", "eos_token_id"):
+    for key in TOKEN_IDS:
         if config.get(key) is None and in_text.get(key) is not None:
             config[key] = in_text[key]
-    generation = directory / "generation_config.json"
-    found = read_json_object(generation) if generation.is_file() else {}
+    config.pop(GENERATION, None)
+    found = read_generation(directory) if (directory / GENERATION_FILE).is_file() else {}
+    if rest := {key: value for key, value in found.items() if key not in TOKEN_IDS and value is not None}:
+        config[GENERATION] = rest
     if found.get("bos_token_id") is not None:
         config["bos_token_id"] = found["bos_token_id"]
     if found.get("eos_token_id") is not None:
         config["eos_token_id"] = _union(found["eos_token_id"], config.get("eos_token_id"))
-    for key in ("bos_token_id", "eos_token_id"):
+    for key in TOKEN_IDS:
         if key in config:
             config[key] = _with_ids(config[key], directory, f"{path}: {key}")
             if key in in_text:
@@ -51,6 +59,11 @@ def read_config(directory: Path) -> dict[str, Any]:
         # Where NVIDIA's ModelOpt put it before it wrote it into config.json.
         config["quantization_config"] = {"quant_method": "modelopt"} | _object(read_json_object(quantised), "quantization")
     return config
+
+
+def read_generation(path: Path) -> dict[str, Any]:
+    """A file like `generation_config.json`, or the one in a directory."""
+    return read_json_object(path / GENERATION_FILE if path.is_dir() else path)
 
 
 def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -185,10 +198,10 @@ def _checked_template(template: Any, path: Path) -> str | None:
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Write `config.json` and the part of it that generation follows as `generation_config.json`."""
-    _write_json(directory / "config.json", config)
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
-    if ids:
-        _write_json(directory / "generation_config.json", ids)
+    _write_json(directory / "config.json", {key: value for key, value in config.items() if key != GENERATION})
+    ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+    if generation := ids | (config.get(GENERATION) or {}):
+        _write_json(directory / GENERATION_FILE, generation)
 
 
 def write_tokenizer(directory: Path, tokenizer: TokenizerFiles | None) -> None:

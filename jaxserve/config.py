@@ -46,6 +46,9 @@ class EngineConfig:
         slo_itl_ms: milliseconds between two tokens of a sequence: prompts are cut into chunks that keep it for sequences
             that decode meanwhile; 0 for no target.
         step_cost: file that "python -m bench.calibrate" wrote, from which the target predicts; "" measures at start-up.
+        generation_config: how to sample where a request does not say: "auto" takes what the model's generation_config.json, or
+            a GGUF's metadata, has of temperature, top_k, top_p, min_p and repetition_penalty; "none" leaves the API's own
+            defaults; anything else is the path of another such file, or of its folder.
         compile_cache: directory of the persistent compilation cache; "" for the default under the user's cache folder.
     """
 
@@ -71,6 +74,7 @@ class EngineConfig:
     overlap: bool = True
     slo_itl_ms: float = 0.0
     step_cost: str = ""
+    generation_config: str = "auto"
     compile_cache: str = ""
 
     def __post_init__(self) -> None:

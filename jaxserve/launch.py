@@ -10,8 +10,8 @@ import ctypes
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import model_config_from_hf
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import RunnerLimits
+from jaxserve.sampling_defaults import find_defaults
 from jaxserve.server import app
 from jaxserve.server.service import ServerParts
 from jaxserve.server.store.folder import default_root
@@ -62,6 +63,7 @@ class Engine:
     model_name: str
     model_config: ModelConfig
     constraints: Constraints
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     adapters: AdapterTable = NO_ADAPTERS
     adapter_source: AdapterSource | None = None
 
@@ -97,6 +99,7 @@ def build_engine(
     try:
         with open_model(config.model) as checkpoint, _no_garbage_collection():
             model_config = model_config_from_hf(checkpoint.config, where=str(checkpoint.path))
+            defaults = find_defaults(checkpoint.config, config.engine.generation_config, where=str(checkpoint.path))
             tokenizer = _tokenizer(checkpoint)
             model_config = _with_end_of_tokenizer(model_config, tokenizer)
             mesh = make_mesh(config.engine.tensor_parallel, config.engine.expert_parallel)
@@ -144,6 +147,7 @@ def build_engine(
         model_name=name,
         model_config=model_config,
         constraints=constraints,
+        sampling_defaults=defaults,
     )
     if not config.engine.max_adapters:
         return engine
@@ -180,6 +184,7 @@ def serve(config: ServeConfig) -> int:
             model_name=engine.model_name,
             num_compiles=num_compiles,
             constraints=engine.constraints,
+            sampling_defaults=engine.sampling_defaults,
             adapters=engine.adapters,
             adapter_source=engine.adapter_source,
         )

@@ -54,6 +54,7 @@ ROOF = (
     "jaxserve.launch",
     "jaxserve.adapters",
     "jaxserve.weights",
+    "jaxserve.sampling_defaults",
     "jaxserve.vocabulary",
     "jaxserve.__main__",
     "jaxserve.inspect_model",

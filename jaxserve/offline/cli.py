@@ -126,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--demo", action="store_true", help="answer a few prompts; so does giving none")
 
     sampling = parser.add_argument_group(
-        "sampling", "for prompts that do not say themselves; lines in batch format are not touched"
+        "sampling",
+        "for prompts that do not say themselves; lines in batch format are not touched. What neither says is the model's own; "
+        "see --generation-config",
     )
     sampling.add_argument("--max-tokens", metavar="N", type=integer, default=256, help="output tokens; default: 256")
     sampling.add_argument(
@@ -265,6 +267,7 @@ def _fingerprint(args: argparse.Namespace, config: ServeConfig, input_file: Inpu
         "adapters": {name: [path, _file_sizes(Path(path))] for name, path in named_adapters(config.engine)},
         "dtype": config.engine.dtype,
         "max_context": config.engine.max_context,
+        "generation config": [config.engine.generation_config, _file_sizes(Path(config.engine.generation_config))],
         "format": args.format,
         "chat": bool(args.chat),
         "chat settings": _chat_settings(config),

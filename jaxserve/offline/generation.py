@@ -5,6 +5,7 @@ Owns the text of live requests. Knows neither files nor the API's schema.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +33,8 @@ class Engine(Protocol):
     def limits(self) -> RunnerLimits: ...
     @property
     def adapters(self) -> AdapterTable: ...
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]: ...
     def close(self) -> None: ...
 
 

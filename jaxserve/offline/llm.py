@@ -33,10 +33,16 @@ class LLM:
         model: a name from `configs/models/`, a path, or `hf:ORG/NAME`.
         options: fields of `EngineConfig`, such as `max_seqs` or `dtype`.
 
+    Attributes:
+        default_params: how prompts are sampled that come without parameters: the model's own values, else those of
+            `SamplingParams`. To change one of them, `dataclasses.replace` it.
+
     Raises:
         ConfigError: on an unknown model or option.
         ModelLoadError: when weights or tokenizer cannot be loaded.
     """
+
+    default_params: SamplingParams
 
     def __init__(self, model: str, **options: Any) -> None:
         engine_config: EngineConfig = from_mapping(EngineConfig, options, where="LLM")
@@ -47,6 +53,8 @@ class LLM:
 
     def _own(self, engine: Engine) -> None:
         self._engine = engine
+        defaults: dict[str, Any] = dict(engine.sampling_defaults)
+        self.default_params = SamplingParams(**defaults)
         self._constraints = Constraints(engine.tokenizer, engine.limits.vocab_size, engine.core.eos_token_ids)
 
     @classmethod
@@ -63,7 +71,7 @@ class LLM:
 
         Args:
             prompts: one or many, each a string or a sequence of token ids.
-            params: for all prompts, or one for each.
+            params: for all prompts, or one for each; None for `default_params`. What is given is taken as it is.
 
         Returns:
             One completion a prompt, in order.
@@ -84,7 +92,7 @@ class LLM:
 
         Args:
             conversations: one or many, each a list of `{"role": ..., "content": ...}`.
-            params: for all conversations, or one for each.
+            params: as `generate`.
 
         Raises:
             InvalidRequest: as `generate`, and where the model has no chat template.
@@ -109,6 +117,7 @@ class LLM:
         generation = Generation(self._engine)
         done: dict[str, Completion] = {}
         try:
+            params = self.default_params if params is None else params
             for index, (prompt, each) in enumerate(zip(prompts, _params_for(prompts, params), strict=True)):
                 try:
                     constraint = self._constraints.of(each)
@@ -144,10 +153,10 @@ def _as_conversations(conversations: Sequence[Message] | Sequence[Sequence[Messa
 
 
 def _params_for(
-    prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
     if len(params) != len(prompts):
         raise InvalidRequest(f"params must be one, or one for each of {len(prompts)} prompts, found {len(params)}")
     return params

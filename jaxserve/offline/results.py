@@ -64,6 +64,7 @@ class Translator:
         self._model_name = engine.model_name
         self._adapters = {one.adapter.name: one.adapter for one in engine.adapters.loaded}
         self._limits = engine.limits
+        self._sampling_defaults = engine.sampling_defaults
         self._constraints = Constraints(engine.tokenizer, engine.limits.vocab_size, engine.core.eos_token_ids)
         self._options = options
         self._shapes: dict[str, Shape] = {
@@ -82,7 +83,14 @@ class Translator:
         prefix = "chatcmpl" if url == CHAT_URL else "cmpl"
         call_id = f"{prefix}-{_hash(self._options.run_id, line.number)}"
         names = (self._model_name, *self._adapters)
-        call = parse(body, self._tokenizer, model=names, max_context=self._limits.max_context, call_id=call_id)
+        call = parse(
+            body,
+            self._tokenizer,
+            model=names,
+            max_context=self._limits.max_context,
+            call_id=call_id,
+            defaults=self._sampling_defaults,
+        )
         if call.stream:
             raise InvalidRequest("stream must be false in a file", param="stream")
         if call.timeout is not None:

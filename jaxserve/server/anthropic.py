@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.call import Call, Served
+from jaxserve.server.call import NO_DEFAULTS, Call, Defaults, Served
 from jaxserve.server.openai import parse_chat
 from jaxserve.server.schema import anthropic as schema
 from jaxserve.server.schema.decoding import check_depth, decode
@@ -45,7 +45,13 @@ NAMES = {
 
 
 def parse_messages(
-    data: bytes | Mapping[str, Any], tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str
+    data: bytes | Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    model: Served,
+    max_context: int,
+    call_id: str,
+    defaults: Defaults = NO_DEFAULTS,
 ) -> Call:
     """Understand a body of `/v1/messages`; as `openai.parse_completion`."""
     body = decode(data, schema.MessagesRequest)
@@ -56,7 +62,7 @@ def parse_messages(
         "user": body.metadata.user_id if body.metadata else None,
         **{name: getattr(body, name) for name in SAME_FIELDS},
     }
-    return _parse(body, fields, tokenizer, model=model, max_context=max_context, call_id=call_id)
+    return _parse(body, fields, tokenizer, model=model, max_context=max_context, call_id=call_id, defaults=defaults)
 
 
 def count_tokens(data: bytes | Mapping[str, Any], tokenizer: Tokenizer, *, model: Served, max_context: int) -> int:
@@ -69,9 +75,8 @@ def count_tokens(data: bytes | Mapping[str, Any], tokenizer: Tokenizer, *, model
     return _parse(body, {}, tokenizer, model=model, max_context=max_context, call_id="").num_prompt_tokens
 
 
-def _parse(
-    body: schema.CountTokensRequest, fields: Json, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str
-) -> Call:
+def _parse(body: schema.CountTokensRequest, fields: Json, tokenizer: Tokenizer, **where: Any) -> Call:
+    """The call of a conversation; `where` is as `parse_chat` takes it."""
     messages = _Messages(body)
     chat = {
         **fields,
@@ -82,7 +87,7 @@ def _parse(
         "chat_template_kwargs": _thinking_variables(body, tokenizer),
     }
     try:
-        call = parse_chat(chat, tokenizer, model=model, max_context=max_context, call_id=call_id)
+        call = parse_chat(chat, tokenizer, **where)
     except InvalidRequest as error:
         messages.wording.translate(error)
         raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from jaxserve.engine.text import Tokenizer
@@ -110,13 +111,25 @@ def check_may_fit(name: str, text: str, tokenizer: Tokenizer, max_context: int) 
         )
 
 
-def sampling_params(body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+Defaults = Mapping[str, float]
+"""Fields of `SamplingParams` for bodies that leave them out."""
+
+NO_DEFAULTS: Defaults = MappingProxyType({})
+
+
+def sampling_params(
+    body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, defaults: Defaults
+) -> SamplingParams:
     """How to sample, by the fields that all bodies have and the two that differ.
+
+    Args:
+        defaults: of these fields; what the body says wins.
 
     Raises:
         InvalidRequest: naming a field that is at odds with another.
     """
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    given = {**defaults, **given}
     stop = body.stop or ()
     return SamplingParams(
         max_tokens=max_tokens,

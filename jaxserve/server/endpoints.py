@@ -43,19 +43,24 @@ _LARGE_BODIES = ThreadPoolExecutor(1, "jaxserve-bodies")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What makes an endpoint: how to read a body, and the form of its answer."""
+    """What makes an endpoint: how to read a body, and the form of its answer.
+
+    Attributes:
+        samples: whether there is an output, and so a way to sample it where the body does not say.
+    """
 
     name: str
     id_prefix: str
     parse: Callable[..., Call]
     form: MakeForm
+    samples: bool = True
 
 
 COMPLETIONS = Endpoint("completions", "cmpl-", parse_completion, form_of(wire.CompletionShape))
 CHAT = Endpoint("chat_completions", "chatcmpl-", parse_chat, form_of(wire.ChatShape))
 RESPONSES = Endpoint("responses", "resp_", parse_responses, ResponsesForm)
 MESSAGES = Endpoint("messages", "msg_", parse_messages, MessagesForm)
-EMBEDDINGS = Endpoint("embeddings", "embd-", parse_embeddings, EmbeddingForm)
+EMBEDDINGS = Endpoint("embeddings", "embd-", parse_embeddings, EmbeddingForm, samples=False)
 
 BATCH_ENDPOINTS = {
     "/v1/completions": COMPLETIONS,
@@ -75,8 +80,10 @@ async def read_call(data: bytes, endpoint: Endpoint, model: Model) -> Call:
 
     def parse() -> Call:
         call_id = endpoint.id_prefix + uuid.uuid4().hex
-        max_context = model.terms.limits.max_context
-        return endpoint.parse(data, model.tokenizer, model=model.adapters.names, max_context=max_context, call_id=call_id)
+        where = {"model": model.adapters.names, "max_context": model.terms.limits.max_context, "call_id": call_id}
+        if endpoint.samples:
+            where["defaults"] = model.sampling_defaults
+        return endpoint.parse(data, model.tokenizer, **where)
 
     call = await understand(data, parse)
     check_dimensions(call, model.terms.limits)

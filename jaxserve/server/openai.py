@@ -13,7 +13,17 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.tools.dialect import Reading
 from jaxserve.engine.tools.reasoning import ReasoningFormat
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.call import MAX_SEQUENCES, Call, Served, check_may_fit, check_model, make_call, sampling_params
+from jaxserve.server.call import (
+    MAX_SEQUENCES,
+    NO_DEFAULTS,
+    Call,
+    Defaults,
+    Served,
+    check_may_fit,
+    check_model,
+    make_call,
+    sampling_params,
+)
 from jaxserve.server.conversation import encode_conversation, open_variables, template_variables
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.common import GenerationRequest
@@ -31,13 +41,16 @@ MAX_OPENING_TOKENS = 32
 Data = bytes | Mapping[str, Any]
 
 
-def parse_completion(data: Data, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str) -> Call:
+def parse_completion(
+    data: Data, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str, defaults: Defaults = NO_DEFAULTS
+) -> Call:
     """Understand a body of `/v1/completions`, as JSON or parsed.
 
     Args:
         model: the names that this server answers to.
         max_context: tokens of prompt and output at most; text that cannot fit is refused before it is encoded.
         call_id: requests are called `{call_id}-{index}`.
+        defaults: how to sample where the body does not say.
 
     Raises:
         InvalidRequest: naming the field.
@@ -46,7 +59,7 @@ def parse_completion(data: Data, tokenizer: Tokenizer, *, model: Served, max_con
     body = decode(data, CompletionRequest)
     check_model(body.model, model)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs, defaults=defaults)
     add_special_tokens = body.add_special_tokens is not False
     most = _most_to_encode(body, max_context)
     texts = encode_prompts("prompt", body.prompt, tokenizer, most, add_special_tokens=add_special_tokens)
@@ -78,11 +91,14 @@ def _num_candidates(body: CompletionRequest) -> int | None:
     return body.best_of
 
 
-def parse_chat(data: Data, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str) -> Call:
+def parse_chat(
+    data: Data, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str, defaults: Defaults = NO_DEFAULTS
+) -> Call:
     """Understand a body of `/v1/chat/completions`; as `parse_completion`."""
     body = decode(data, ChatRequest)
     check_model(body.model, model)
-    params = sampling_params(body, max_tokens=_chat_max_tokens(body), logprobs=_chat_logprobs(body))
+    max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
+    params = sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, defaults=defaults)
     variables = _variables(body, tokenizer)
     offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     if offer is not None:

@@ -13,7 +13,8 @@ import msgspec
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.call import Call, Served
+from jaxserve.request import SamplingParams
+from jaxserve.server.call import NO_DEFAULTS, Call, Defaults, Served
 from jaxserve.server.openai import Data, parse_chat
 from jaxserve.server.schema import responses as schema
 from jaxserve.server.schema.decoding import decode, decode_part, invalid
@@ -33,7 +34,9 @@ NAMES = {
 """Names of fields of a chat completion that are called otherwise here."""
 
 
-def parse_responses(data: Data, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str) -> Call:
+def parse_responses(
+    data: Data, tokenizer: Tokenizer, *, model: Served, max_context: int, call_id: str, defaults: Defaults = NO_DEFAULTS
+) -> Call:
     """Understand a body of `/v1/responses`; as `openai.parse_completion`.
 
     Raises:
@@ -52,11 +55,11 @@ def parse_responses(data: Data, tokenizer: Tokenizer, *, model: Served, max_cont
     wording = Wording(NAMES, conversation.origins, texts=("input", "instructions"))
     try:
         chat = _chat_body(body, conversation.messages)
-        call = parse_chat(chat, tokenizer, model=model, max_context=max_context, call_id=call_id)
+        call = parse_chat(chat, tokenizer, model=model, max_context=max_context, call_id=call_id, defaults=defaults)
     except InvalidRequest as error:
         wording.translate(error)
         raise
-    return replace(wording.of_call(call), echo=_echo(body))
+    return replace(wording.of_call(call), echo=_echo(body, call.requests[0].params))
 
 
 def _chat_body(body: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -149,7 +152,7 @@ def _text_of(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _echo(body: ResponsesRequest) -> dict[str, Any]:
+def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     """What an answer repeats of the body that it answers, with the defaults filled in."""
     text_format = msgspec.to_builtins(body.text.format) if body.text and body.text.format else {"type": "text"}
     choice = body.tool_choice
@@ -166,12 +169,12 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": params.temperature,
         "text": {"format": {name: value for name, value in text_format.items() if value is not None}},
         "tool_choice": msgspec.to_builtins(choice) if choice is not None else "auto",
         "tools": [_echo_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": params.top_p,
         "truncation": "disabled",
     } | ({} if body.user is None else {"user": body.user})
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 from jaxserve.config import HttpConfig
 from jaxserve.engine.adapters import NO_ADAPTERS, AdapterSource, AdapterTable
@@ -43,6 +43,7 @@ class ServerParts:
         limits: of its runner.
         model_name: what requests call the model.
         num_compiles: programs compiled so far, for `/metrics`.
+        sampling_defaults: fields of `SamplingParams` that requests have where they do not say.
         constraints: compiles what requests restrict tokens to; None for one that nobody has prepared.
         adapters: those that are loaded.
         adapter_source: brings more; None where there can be none.
@@ -54,6 +55,7 @@ class ServerParts:
     model_name: str
     num_compiles: Callable[[], int] = lambda: 0
     constraints: Constraints | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     adapters: AdapterTable = NO_ADAPTERS
     adapter_source: AdapterSource | None = None
 
@@ -79,6 +81,7 @@ class Model:
     created: int
     constraints: Constraints
     adapters: Adapters
+    sampling_defaults: Mapping[str, float]
 
 
 class Service:
@@ -131,7 +134,9 @@ class Service:
         )
         constraints = parts.constraints or Constraints(tokenizer, parts.limits.vocab_size, parts.core.eos_token_ids)
         adapters = Adapters(parts.model_name, engine, parts.adapters, parts.adapter_source, self.config.adapter_dir)
-        self._model = Model(parts.model_name, tokenizer, engine, terms, int(now()), constraints, adapters)
+        self._model = Model(
+            parts.model_name, tokenizer, engine, terms, int(now()), constraints, adapters, parts.sampling_defaults
+        )
         logger.info("ready: serving %s", parts.model_name)
 
     @property

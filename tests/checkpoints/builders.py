@@ -158,13 +158,13 @@ def write_gguf(
     return path
 
 
-def tiny_gguf(path: Path, tensors: Mapping[str, np.ndarray] | None = None) -> Path:
-    """A whole float32 model in GGUF, of Hugging Face tensors."""
+def tiny_gguf(path: Path, tensors: Mapping[str, np.ndarray] | None = None, *parts: Callable[[gguf.GGUFWriter], None]) -> Path:
+    """A whole float32 model in GGUF, of Hugging Face tensors; `parts` add more metadata."""
     stored = {}
     for name, values in (random_tensors(llama_shapes()) if tensors is None else tensors).items():
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
         stored[gguf_name(name)] = (interleave(values, heads) if heads else values, GGMLQuantizationType.F32)
-    return write_gguf(path, stored, add_hyperparameters, add_tokenizer)
+    return write_gguf(path, stored, add_hyperparameters, add_tokenizer, *parts)
 
 
 def tiny_hf(directory: Path, tensors: Mapping[str, np.ndarray] | None = None, *, shards: int = 1) -> Path:

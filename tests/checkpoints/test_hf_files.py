@@ -58,8 +58,13 @@ def config_with(path: Path, config: Any, generation: Any = None, **files: Any) -
     ],
 )
 def test_what_ends_a_text_in_either_file_ends_it(tmp_path: Path, of_config: Any, of_generation: Any, expected: Any) -> None:
-    found = config_with(tmp_path, {"eos_token_id": of_config}, {"eos_token_id": of_generation, "temperature": 1})
+    found = config_with(tmp_path, {"eos_token_id": of_config}, {"eos_token_id": of_generation})
     assert found == {"eos_token_id": expected}
+
+
+def test_the_rest_of_generation_config_is_kept_apart(tmp_path: Path) -> None:
+    found = config_with(tmp_path, {"eos_token_id": 2, "temperature": 3}, {"eos_token_id": 2, "temperature": 1, "top_k": None})
+    assert found == {"eos_token_id": 2, "temperature": 3, "generation_config": {"temperature": 1}}
 
 
 def test_generation_config_has_the_last_word_on_what_begins_one(tmp_path: Path) -> None:

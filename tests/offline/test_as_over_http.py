@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +42,7 @@ class FakeOffline:
     tokenizer: Tokenizer = TOKENIZER
     model_name: str = MODEL
     adapters: AdapterTable = NO_ADAPTERS
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     def close(self) -> None:
         pass

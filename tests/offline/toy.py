@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from jaxserve.engine.adapters import NO_ADAPTERS, AdapterTable
@@ -12,6 +12,7 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import FinishReason, Request
+from jaxserve.server.call import NO_DEFAULTS
 from tests.engine.tiny_tokenizers import byte_level
 from tests.fakes import FakeRunner, expected_output
 
@@ -40,6 +41,7 @@ class ToyEngine:
     limits: RunnerLimits
     model_name: str = "toy"
     adapters: AdapterTable = NO_ADAPTERS
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     num_closed: int = field(default=0)
 
     @property
@@ -69,6 +71,7 @@ def toy_engine(
     chat_template: bool | str = True,
     fail_on_submit: Collection[int] = (),
     adapters: AdapterTable = NO_ADAPTERS,
+    sampling_defaults: Mapping[str, float] = NO_DEFAULTS,
 ) -> ToyEngine:
     tokenizer = byte_level() if chat_template is True else byte_level(chat_template or None)
     limits = RunnerLimits(
@@ -82,4 +85,5 @@ def toy_engine(
         fail_on_submit=fail_on_submit,
     )
     scheduler = Scheduler(limits, prefill_chunk=8, eos_token_ids=(EOS_TOKEN_ID,))
-    return ToyEngine(CountingCore(scheduler, runner, overlap=True), tokenizer, runner, limits, adapters=adapters)
+    core = CountingCore(scheduler, runner, overlap=True)
+    return ToyEngine(core, tokenizer, runner, limits, adapters=adapters, sampling_defaults=sampling_defaults)

@@ -115,7 +115,9 @@ class AnyGenerationRequest(AnyRequest, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy; 1 if not given.")] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy; the model's own or 1 if not given.")] | None = (
+        None
+    )
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS, description="Tokens to keep; 0 and -1 keep all.")] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1, description="Probability to keep; 1 keeps all.")] | None = None
     min_p: (
