@@ -1,13 +1,15 @@
 """Files of batches, offline and over HTTP: lines with a request each, in three formats, and lines with what came of them.
 
-Owns what a line may be, and reading a file of any size without holding it. Knows the API's URLs, not its fields: a body is
-checked where it is turned into a request. Standard library only.
+Owns what a line may be, and reading a file of any size without holding it. Knows the API's URLs, and of its fields no more
+than the names of some: a body is checked where it is turned into a request. Standard library only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import mmap
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
 URLS = (COMPLETIONS_URL, CHAT_URL)
+GRAMMAR_FIELDS = ("response_format", "structured_outputs", "tools")
 
 _BATCH_KEYS = ("custom_id", "method", "url", "body")
 _BOM = b"\xef\xbb\xbf"
@@ -93,6 +96,22 @@ class InputFile:
                     yield number, line.removeprefix(_BOM) if number == 1 else line
         except OSError as error:
             raise ConfigError(f"input {self.path}: {error.strerror}") from None
+
+
+def may_want_grammars(path: Path) -> bool:
+    """Whether any body in the file has one of the fields that restrict outputs; a name of one within a text counts too.
+
+    Raises:
+        ConfigError: when the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                return False
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return any(content.find(f'"{name}"'.encode()) >= 0 for name in GRAMMAR_FIELDS)
+    except OSError as error:
+        raise ConfigError(f"input {path}: {error.strerror}") from None
 
 
 def _skip_rest_of_line(file: BinaryIO, chunk: bytes, digest: Any) -> None:

@@ -20,6 +20,7 @@ from jaxserve.batch_file import (
     InputFile,
     InputLine,
     custom_id_of,
+    may_want_grammars,
     parse_json_line,
     parse_text_line,
 )
@@ -185,3 +186,16 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
     path.chmod(0)
     with pytest.raises(ConfigError, match="Permission denied"):
         InputFile(path)
+
+
+def test_fields_that_restrict_outputs_are_seen_from_afar(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    for content, expected in (
+        ("", False),
+        ('{"prompt": "the tools"}\n' * 3, False),
+        ('{"a": 1}\n{"response_format": {}}', True),
+    ):
+        path.write_text(content)
+        assert may_want_grammars(path) == expected
+    with pytest.raises(ConfigError, match="nowhere: No such file"):
+        may_want_grammars(tmp_path / "nowhere")

@@ -93,7 +93,7 @@ def test_checker_lets_pass(module: str, source: str) -> None:
         ("jaxserve.device.runner", "from aiohttp import web", "aiohttp"),
         ("jaxserve.device.runner", "from jaxserve.host.scheduler import Scheduler", "jaxserve.host.scheduler"),
         ("jaxserve.device.runner", "from checkpoints import tree", "checkpoints"),
-        ("pallas_kernels.paged_attention", "from jaxserve.config import ModelConfig", "jaxserve.config"),
+        ("pallas_kernels.paged_attention", "from jaxserve.model_config import ModelConfig", "jaxserve.model_config"),
         ("pallas_kernels.paged_attention", "import socket", "socket"),
         ("checkpoints.tree", "from jaxserve.errors import ModelLoadError", "jaxserve.errors"),
         ("checkpoints.tree", "import jaxserve", "jaxserve"),

@@ -13,14 +13,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from jaxserve import __version__
-from jaxserve.batch_file import InputFile, parse_json_line, parse_text_line
+from jaxserve.batch_file import InputFile, may_want_grammars, parse_json_line, parse_text_line
 from jaxserve.config import ServeConfig
 from jaxserve.engine.adapters import named_adapters
+from jaxserve.engine.constraints import Constraints
 from jaxserve.errors import ConfigError, JaxserveError, ModelLoadError
 from jaxserve.flags import CHAT_FIELDS, add_chat_flags, add_engine_flags, add_model_flags, integer, serve_config_from_args
 from jaxserve.journal import Journal
@@ -85,7 +87,7 @@ def main(argv: Sequence[str] | None = None, *, build_engine: BuildEngine | None 
     try:
         with _signals_raise():
             config = serve_config_from_args(args)
-            build = build_engine or _build_engine
+            build = build_engine or partial(_build_engine, path=args.input)
             if args.input is not None:
                 return _run_file(args, config, build)
             return _run_prompts(args, config, build)
@@ -152,14 +154,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _build_engine(config: ServeConfig) -> Engine:
+def _build_engine(config: ServeConfig, path: Path | None) -> Engine:
     chat = ChatSettings(config.http)
     # Loading JAX takes seconds; a mistyped flag should not.
     from jaxserve import launch
 
     with closing(StageBars()) as progress:
-        engine = launch.build_engine(config, progress=progress)
+        engine = launch.build_engine(config, progress=progress, meanwhile=partial(_prepare, path))
     return replace(engine, tokenizer=chat.apply(engine.tokenizer))
+
+
+def _prepare(path: Path | None, constraints: Constraints) -> None:
+    """Have what the lines of `path` will want."""
+    if path is not None and may_want_grammars(path):
+        constraints.prepare()
 
 
 @contextmanager

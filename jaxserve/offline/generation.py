@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxserve.engine.adapters import AdapterTable
+from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import Output, ShownToken
 from jaxserve.engine.text import Tokenizer
@@ -33,6 +34,8 @@ class Engine(Protocol):
     def limits(self) -> RunnerLimits: ...
     @property
     def adapters(self) -> AdapterTable: ...
+    @property
+    def constraints(self) -> Constraints: ...
     @property
     def sampling_defaults(self) -> Mapping[str, float]: ...
     def close(self) -> None: ...

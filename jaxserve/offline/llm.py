@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from jaxserve.config import EngineConfig, ServeConfig
 from jaxserve.engine.chat import Message
-from jaxserve.engine.constraints import Constraints
 from jaxserve.errors import EngineError, InvalidRequest
 from jaxserve.from_mapping import from_mapping
 from jaxserve.offline.generation import Completion, Engine, Generation
@@ -55,7 +54,6 @@ class LLM:
         self._engine = engine
         defaults: dict[str, Any] = dict(engine.sampling_defaults)
         self.default_params = SamplingParams(**defaults)
-        self._constraints = Constraints(engine.tokenizer, engine.limits.vocab_size, engine.core.eos_token_ids)
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
@@ -120,7 +118,7 @@ class LLM:
             params = self.default_params if params is None else params
             for index, (prompt, each) in enumerate(zip(prompts, _params_for(prompts, params), strict=True)):
                 try:
-                    constraint = self._constraints.of(each)
+                    constraint = self._engine.constraints.of(each)
                     request = Request(request_id=str(index), prompt=tuple(prompt), params=each, constraint=constraint)
                     generation.add(request)
                 except InvalidRequest as error:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.batch_file import CHAT_URL, COMPLETIONS_URL, InputLine, answered
-from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.output import OutputDelta
 from jaxserve.errors import EngineError, InvalidRequest, JaxserveError
 from jaxserve.host.admission import validate
@@ -65,7 +64,7 @@ class Translator:
         self._adapters = {one.adapter.name: one.adapter for one in engine.adapters.loaded}
         self._limits = engine.limits
         self._sampling_defaults = engine.sampling_defaults
-        self._constraints = Constraints(engine.tokenizer, engine.limits.vocab_size, engine.core.eos_token_ids)
+        self._constraints = engine.constraints
         self._options = options
         self._shapes: dict[str, Shape] = {
             COMPLETIONS_URL: CompletionShape(engine.tokenizer),

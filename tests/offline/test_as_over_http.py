@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import jaxserve
 from jaxserve.config import ServeConfig
 from jaxserve.engine.adapters import NO_ADAPTERS, AdapterTable
+from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.text import Tokenizer
 from jaxserve.offline.cli import main
@@ -43,6 +45,10 @@ class FakeOffline:
     model_name: str = MODEL
     adapters: AdapterTable = NO_ADAPTERS
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        return Constraints(self.tokenizer, self.limits.vocab_size, self.core.eos_token_ids)
 
     def close(self) -> None:
         pass
@@ -143,11 +149,36 @@ async def test_calls_of_functions_come_back_as_over_http(tmp_path: Path) -> None
             assert comparable(responses[name]["body"]) == comparable(answer), name
 
 
+@pytest.mark.parametrize(
+    ("fields", "prepared"), [({}, False), ({"response_format": {"type": "json_object"}}, True), ({"tools": TOOLS}, True)]
+)
+def test_grammars_are_prepared_while_programs_compile_if_lines_want_any(
+    fields: dict[str, Any], prepared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Constraints] = []
+    monkeypatch.setattr(Constraints, "prepare", lambda constraints: calls.append(constraints))
+
+    def build_engine(config: ServeConfig, *, meanwhile: Callable[[Constraints], None], **_: Any) -> FakeOffline:
+        engine = build_calling(config)
+        meanwhile(engine.constraints)
+        return engine
+
+    launch = ModuleType("jaxserve.launch")
+    launch.build_engine = build_engine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jaxserve.launch", launch)
+    monkeypatch.setattr(jaxserve, "launch", launch, raising=False)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2} | fields
+    line = {"custom_id": "a", "method": "POST", "url": PATHS["chat"], "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    assert main(["--model", MODEL, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
+    assert len(calls) == prepared
+
+
 def test_a_run_may_have_a_chat_template_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
     launch = ModuleType("jaxserve.launch")
-    launch.build_engine = lambda config, progress: build(config)  # type: ignore[attr-defined]
+    launch.build_engine = lambda config, **_: build(config)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "jaxserve.launch", launch)
     monkeypatch.setattr(jaxserve, "launch", launch, raising=False)
     body = BODIES["chat"] | {"max_tokens": 2}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jaxserve.engine.adapters import NO_ADAPTERS, AdapterTable
+from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.text import Tokenizer
 from jaxserve.host.scheduler import Scheduler
@@ -43,6 +45,10 @@ class ToyEngine:
     adapters: AdapterTable = NO_ADAPTERS
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     num_closed: int = field(default=0)
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        return Constraints(self.tokenizer, self.limits.vocab_size, self.core.eos_token_ids)
 
     @property
     def added(self) -> list[Request]:
