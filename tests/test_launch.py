@@ -14,9 +14,14 @@ from jaxserve.engine.constraints import Constraints
 from jaxserve.server.service import ServerParts
 
 
-def test_what_grammars_need_is_made_before_a_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_has_what_its_engine_brought_and_grammars_are_prepared_before_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = SimpleNamespace(
-        **dict.fromkeys(("core", "limits", "tokenizer", "adapters", "adapter_source")), model_name="m", constraints=object()
+        **dict.fromkeys(("core", "limits", "tokenizer", "adapters", "adapter_source")),
+        model_name="m",
+        constraints=object(),
+        sampling_defaults={"temperature": 0.5},
     )
     options: dict[str, Any] = {}
     parts: list[ServerParts] = []
@@ -34,3 +39,4 @@ def test_what_grammars_need_is_made_before_a_server_is_ready(monkeypatch: pytest
     assert launch.serve(ServeConfig(model="m", http=HttpConfig(port=0))) == 0
     assert options["meanwhile"] is Constraints.prepare
     assert parts[0].constraints is engine.constraints
+    assert parts[0].sampling_defaults == {"temperature": 0.5}
