@@ -19,7 +19,7 @@ from jaxserve.errors import EngineError, InvalidRequest, JaxserveError
 from jaxserve.host.admission import validate
 from jaxserve.offline.generation import Completion, Engine
 from jaxserve.request import Request
-from jaxserve.server.call import Call
+from jaxserve.server.call import Call, naming_fields_of
 from jaxserve.server.constraining import constrain
 from jaxserve.server.echo import ShownPrompts
 from jaxserve.server.form import WholeOutput
@@ -102,8 +102,9 @@ class Translator:
                 "url and body",
                 param="tools",
             )
-        for request in call.requests:
-            validate(request, self._limits)
+        with naming_fields_of(call):
+            for request in call.requests:
+                validate(request, self._limits)
         call = replace(call, requests=constrain(call.requests, self._constraints))
         name = f"line {line.number}" if line.custom_id is None else f"id {line.custom_id}"
         requests = tuple(self._with_seed(request, f"{name} {index}") for index, request in enumerate(call.requests))

@@ -6,7 +6,9 @@ for is in `terms`, the way back in `wire`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -51,6 +53,7 @@ class Call:
         embeds_as: how embeddings are spelled, where they are what is asked for.
         dimensions: numbers in each that the body wants, or None.
         model: whose answer the body wants; "" for the server's model.
+        field_names: what the body calls what the engine knows under another name, by that.
     """
 
     call_id: str
@@ -73,6 +76,7 @@ class Call:
     embeds_as: str = ""
     dimensions: int | None = None
     model: str = ""
+    field_names: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -83,6 +87,18 @@ class Call:
     def shows_prompts(self) -> bool:
         """Whether anything of its prompts is in the answer."""
         return self.echoes or self.prompt_logprobs is not None
+
+
+@contextmanager
+def naming_fields_of(call: Call) -> Iterator[None]:
+    """Have errors about what the engine is asked for speak of the fields of the body that asked."""
+    try:
+        yield
+    except InvalidRequest as error:
+        said = re.sub(r"^prompt\b|\bmax_tokens\b", lambda match: call.field_names.get(match[0], match[0]), str(error))
+        error.args = (said,)
+        error.param = call.field_names.get(error.param or "", error.param)
+        raise
 
 
 Served = str | tuple[str, ...]

@@ -76,6 +76,7 @@ def parse_embeddings(
         embeds_as=body.encoding_format or "float",
         dimensions=body.dimensions,
         model=body.model,
+        field_names={"prompt": "input"},
     )
 
 

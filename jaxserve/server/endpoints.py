@@ -19,7 +19,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server import wire
 from jaxserve.server.anthropic import parse_messages
 from jaxserve.server.anthropic_form import MessagesForm
-from jaxserve.server.call import Call
+from jaxserve.server.call import Call, naming_fields_of
 from jaxserve.server.constraining import constrain
 from jaxserve.server.embeddings import EmbeddingForm, check_dimensions, parse_embeddings
 from jaxserve.server.form import MakeForm
@@ -103,7 +103,8 @@ async def understand[T](data: bytes, parse: Callable[[], T]) -> T:
 @contextmanager
 def generating(call: Call, service: Service, model: Model, clock: TokenCounter) -> Iterator[Begun]:
     """Have the engine work on `call`, until it is done or nobody wants it any more."""
-    with model.adapters.given(call.model, call.requests) as requests, model.engine.open(*requests) as stream:
+    given = model.adapters.given(call.model, call.requests)
+    with naming_fields_of(call), given as requests, model.engine.open(*requests) as stream:
         clock.admit(call.num_prompt_tokens)
         generation = Generation(call, stream, model.tokenizer, clock, service.metrics)
         yield Begun(call, int(time.time()), generation)

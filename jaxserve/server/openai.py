@@ -116,7 +116,8 @@ def parse_chat(
     reading = _reading(body, tokenizer, prompt, offer)
     grammar = output_grammar(params.grammar, offer, tokenizer, opened=reading is not None and reading.opened)
     params = replace(params, grammar=grammar)
-    return replace(make_call(body, [prompt], params, call_id), reading=reading)
+    names = {"prompt": "messages"} | ({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"})
+    return replace(make_call(body, [prompt], params, call_id), reading=reading, field_names=names)
 
 
 def _reading(body: ChatRequest, tokenizer: Tokenizer, prompt: Sequence[int], offer: Offer | None) -> Reading | None:

@@ -11,7 +11,7 @@ from jaxserve.errors import Forbidden
 from jaxserve.host.admission import cap_output
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import Request
-from jaxserve.server.call import Call
+from jaxserve.server.call import Call, naming_fields_of
 from jaxserve.server.keys import Caller
 
 
@@ -47,7 +47,8 @@ def grant(call: Call, caller: Caller, terms: Terms, *, now: float) -> Call:
         request = replace(request, tenant=caller.label, weight=caller.weight, priority=priority, deadline=deadline)
         return cap_output(request, terms.limits, terms.max_output_tokens)
 
-    return replace(call, requests=tuple(map(grant_one, call.requests)))
+    with naming_fields_of(call):
+        return replace(call, requests=tuple(map(grant_one, call.requests)))
 
 
 def _priority(call: Call, caller: Caller) -> int:

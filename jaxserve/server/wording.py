@@ -54,7 +54,8 @@ class Wording:
         error.args = (said,)
 
     def of_call(self, call: Call) -> Call:
-        """`call`, of which what is compiled later is called what the caller calls it."""
+        """`call`, of which what is compiled or admitted later is called what the caller calls it."""
+        call = replace(call, field_names={ours: self.of(theirs) for ours, theirs in call.field_names.items()})
         params = call.requests[0].params
         if params.grammar is None:
             return call

@@ -49,6 +49,37 @@ async def test_another_model_is_not_found(path: str) -> None:
         assert (await server.post(path, {**BODIES[path], "model": MODEL}))[0] == 200
 
 
+PROMPTS = {
+    "/v1/completions": ("prompt", "max_tokens"),
+    "/v1/chat/completions": ("messages", "max_completion_tokens"),
+    "/v1/responses": ("input", "max_output_tokens"),
+    "/v1/messages": ("messages", "max_tokens"),
+    "/v1/embeddings": ("input", None),
+}
+"""What bodies call their prompt, and how many tokens of output they want."""
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_what_does_not_fit_is_named_as_the_body_names_it(path: str) -> None:
+    """vllm I33418: with the wrong numbers. The server finds out late, where all requests are alike."""
+    prompt, length = PROMPTS[path]
+    text = "a" * 600
+    long = [{"role": "user", "content": text}] if prompt == "messages" else text
+    async with serving(config=HttpConfig(port=0, max_output_tokens=100)) as server:
+        status, answer = await server.post(path, {**BODIES[path], "model": MODEL, prompt: long})
+        assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, prompt, "context_length_exceeded")
+        assert re.match(rf"{prompt} (has )?6\d\d ", answer["error"]["message"])
+        if length is not None:
+            status, answer = await server.post(path, {**BODIES[path], "model": MODEL, length: 101})
+            assert (status, answer["error"]["param"]) == (400, length)
+            assert answer["error"]["message"].startswith(f"{length} must be at most 100")
+    if length is not None:
+        async with serving() as server:
+            status, answer = await server.post(path, {**BODIES[path], "model": MODEL, length: 512})
+            assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, length, "context_length_exceeded")
+            assert re.match(rf"{prompt} \d+ \+ {length} 512 > context 512;", answer["error"]["message"])
+
+
 async def test_a_key_is_asked_for_before_anything_else() -> None:
     """vllm I58144, I18892: some routes forgot it. Without it nobody learns even whether there is such a route."""
     routes = [(route.method, url_of(route.path)) for route in ROUTES if route.path not in WITHOUT_KEY]
