@@ -139,13 +139,11 @@ def adjust(logits: Float[Array, "R V"], rows: SampleRows, state: SlotState) -> F
     num_rows, vocab = logits.shape
     history = state.tokens[rows.slot]  # [R, C]
     position = jnp.arange(history.shape[1])[None, :]
-    row = jnp.arange(num_rows)[:, None]
     known = position < rows.next_position[:, None]
     is_output = known & (position >= rows.num_prompt[:, None])
 
     def count(mask: Bool[Array, "R C"]) -> Float[Array, "R V"]:
-        ids = jnp.where(mask, history, vocab)
-        return jnp.zeros((num_rows, vocab)).at[row, ids].add(1.0, mode="drop")
+        return add_at(jnp.zeros((num_rows, vocab)), jnp.where(mask, history, vocab), jnp.ones(mask.shape))
 
     def penalise(logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
         seen = count(known) > 0
@@ -158,10 +156,29 @@ def adjust(logits: Float[Array, "R V"], rows: SampleRows, state: SlotState) -> F
     penalised = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
     logits = lax.cond(jnp.any(penalised), penalise, lambda logits: logits, logits)
     bias_ids = jnp.where((rows.has_bias > 0)[:, None], state.bias_ids[rows.slot], vocab)
-    logits = logits.at[row, bias_ids].add(state.bias_values[rows.slot], mode="drop")
+    logits = add_at(logits, bias_ids, state.bias_values[rows.slot])
     too_early = rows.next_position - rows.num_prompt < rows.min_tokens
     forbidden = jnp.where(too_early[:, None], rows.forbidden, vocab)
-    return logits.at[row, forbidden].set(-jnp.inf, mode="drop")
+    return logits.at[jnp.arange(num_rows)[:, None], forbidden].set(-jnp.inf, mode="drop")
+
+
+def add_at(values: Float[Array, "R V"], ids: Int[Array, "R n"], amounts: Float[Array, "R n"]) -> Float[Array, "R V"]:
+    """`values` with each amount added at its id, where there is such an id.
+
+    Row by row on a TPU: of all rows at once, 64 with 8,192 ids each, its compiler makes 4 MB of code in eight seconds, of one
+    row a tenth of both.
+    """
+    return lax.platform_dependent(values, ids, amounts, tpu=add_by_row, default=add_at_once)
+
+
+def add_at_once(values: Float[Array, "R V"], ids: Int[Array, "R n"], amounts: Float[Array, "R n"]) -> Float[Array, "R V"]:
+    """`add_at` in one scatter."""
+    return values.at[jnp.arange(values.shape[0])[:, None], ids].add(amounts, mode="drop")
+
+
+def add_by_row(values: Float[Array, "R V"], ids: Int[Array, "R n"], amounts: Float[Array, "R n"]) -> Float[Array, "R V"]:
+    """`add_at` in a scatter a row."""
+    return lax.map(lambda row: row[0].at[row[1]].add(row[2], mode="drop"), (values, ids, amounts))
 
 
 def draw(logits: Float[Array, "R V"], rows: SampleRows, impl: str = "xla") -> Int[Array, " R"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,18 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, softmax
 
 from jaxserve.device.pack import MAX_FORBIDDEN, SampleRows
-from jaxserve.device.sampler import Sampled, SlotState, adjust, choose_draw, choose_tokens, draw, first_argmax, sample
+from jaxserve.device.sampler import (
+    Sampled,
+    SlotState,
+    add_at_once,
+    add_by_row,
+    adjust,
+    choose_draw,
+    choose_tokens,
+    draw,
+    first_argmax,
+    sample,
+)
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from pallas_kernels.sample.xla import keep_top_k, keep_top_p
 from tests.cached import CACHED
@@ -283,6 +295,16 @@ def test_adjustments_are_what_counting_gives(
             forbidden[row],
         )
         np.testing.assert_allclose(found[row], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("add", [add_at_once, add_by_row])
+def test_amounts_are_added_at_their_ids(add: Callable[..., jax.Array]) -> None:
+    rng = np.random.default_rng(0)
+    values, amounts = rng.normal(size=(5, 7)).astype(np.float32), rng.normal(size=(5, 30)).astype(np.float32)
+    ids = rng.integers(0, 9, size=(5, 30))  # each more than once, and two that are none
+    expected = np.pad(values, ((0, 0), (0, 2)))
+    np.add.at(expected, (np.arange(5)[:, None], ids), amounts)
+    np.testing.assert_allclose(jax.jit(add)(values, ids, amounts), expected[:, :7], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])

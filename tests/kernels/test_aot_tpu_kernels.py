@@ -9,6 +9,7 @@ change that is meant to move them, rewrite the record:
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.aot import Job
+from pallas_kernels.aot import Figures, Job
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
 from tests.kernels.ladder.compiled import as_tpu, compile_all, job, record_figures, recorded_figures, require
 
@@ -66,7 +67,13 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 """Settings of `kv_update`."""
 
+FEW_UPDATES = ("decodes", "int8 pages of 16")
+
 FIGURED = ("decodes", "chunks")
+
+
+ATTENTION_ON = {"v5e": tuple(CONFIGURATIONS), "v6e": FEW, "v5p": FEW, "tpu7x": FEW}
+UPDATES_ON = {"v5e": tuple(UPDATES), "v6e": FEW_UPDATES, "v5p": FEW_UPDATES, "tpu7x": FEW_UPDATES}
 
 
 def update(target: str, name: str) -> Job:
@@ -77,21 +84,29 @@ def attention(target: str, name: str) -> Job:
     return job(target, ATTENTION, **{**BASE, **CONFIGURATIONS[name]})
 
 
-@pytest.mark.parametrize("target", ["v5e", "v6e", "v5p", "tpu7x"])
+@cache
+def compiled() -> dict[str, Figures]:
+    """All of both, in one go: the compilers take seconds to begin."""
+    jobs = [attention(target, name) for target, names in ATTENTION_ON.items() for name in names]
+    jobs += [update(target, name) for target, names in UPDATES_ON.items() for name in names]
+    return dict(zip(map(str, jobs), compile_all(jobs), strict=True))
+
+
+@pytest.mark.parametrize("target", ATTENTION_ON)
 def test_every_configuration_compiles_and_copies_no_pool(target: str) -> None:
     require(target)
-    names = list(CONFIGURATIONS) if target in ("v5e", "v6e") else FEW
-    for name, figures in zip(names, compile_all([attention(target, name) for name in names]), strict=True):
+    for name in ATTENTION_ON[target]:
+        figures = compiled()[str(attention(target, name))]
         assert not figures.error, f"{name} on {target}: {figures.error}"
         # Queries and outputs in the kernel's order, each at most 64 MiB here; a copy of the pool would be no less than 64.
         assert figures.temp_bytes < 96 * 2**20, f"{name} on {target} takes {figures.temp_bytes >> 20} MiB beside its arguments"
 
 
-@pytest.mark.parametrize("target", ["v5e", "v6e", "v5p", "tpu7x"])
+@pytest.mark.parametrize("target", UPDATES_ON)
 def test_every_update_compiles_in_place(target: str) -> None:
     require(target)
-    names = list(UPDATES) if target in ("v5e", "v6e") else ["decodes", "int8 pages of 16"]
-    for name, figures in zip(names, compile_all([update(target, name) for name in names]), strict=True):
+    for name in UPDATES_ON[target]:
+        figures = compiled()[str(update(target, name))]
         assert not figures.error, f"{name} on {target}: {figures.error}"
         assert figures.alias_bytes >= 16 * 2**20, "the pool is not updated in place"
         assert figures.temp_bytes < 16 * 2**20, f"{name} on {target} takes {figures.temp_bytes >> 20} MiB: a copy of the pool?"

@@ -3,6 +3,7 @@ lab: that they compile, fit, copy no weights, and do not grow."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,6 +27,12 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "int4, both": {"num_out": 4096, "num_in": 4096, "num_tokens": 8, "bits": 4, "group": 128, "activations": "int8"},
     "float32": {"num_out": 576, "num_in": 576, "num_tokens": 3, "activations": "float32"},
 }
+FEW = ("int8, one token", "int8 in groups", "int4 in groups of 128")
+"""For targets of which the whole list would tell little more."""
+
+QUANTISED_ON = {"v5e": tuple(QUANTISED), "v6e": FEW, "v5p": FEW, "tpu7x": FEW}
+SAMPLED: tuple[dict[str, int], ...] = ({}, {"rows": 1, "vocab": 128_256}, {"rows": 13, "vocab": 49_152})
+
 BUNDLES_ON_V5E = {"int8, one token": 1803, "int4 in groups of 128": 2146}
 """Of a tile of 256 rows by 4096 inputs."""
 
@@ -44,11 +51,23 @@ def quantised(target: str, name: str) -> Job:
     return lab_job(target, "quant_matmul", "tpu", "8b", **QUANTISED[name])
 
 
-@pytest.mark.parametrize("target", ["v5e", "v6e", "v5p", "tpu7x"])
+def sampling(target: str, shape: dict[str, int]) -> Job:
+    return lab_job(target, "sample", "tpu_kernel", "wide", **shape)
+
+
+@cache
+def compiled() -> dict[str, Figures]:
+    """All products and samplings, in one go: the compilers take seconds to begin."""
+    jobs = [quantised(target, name) for target, names in QUANTISED_ON.items() for name in names]
+    jobs += [sampling(target, shape) for target in QUANTISED_ON for shape in SAMPLED]
+    return dict(zip(map(str, jobs), compile_all(jobs), strict=True))
+
+
+@pytest.mark.parametrize("target", QUANTISED_ON)
 def test_quantised_products_compile_and_copy_no_weights(target: str) -> None:
     require(target)
-    names = list(QUANTISED) if target in ("v5e", "v6e") else list(QUANTISED)[::3]
-    for name, figures in zip(names, compile_all([quantised(target, name) for name in names]), strict=True):
+    for name in QUANTISED_ON[target]:
+        figures = compiled()[str(quantised(target, name))]
         # Activations and outputs in another order; v5p counts the kernel's own memory too.
         assert_compiled(f"{name} on {target}", figures, 24 << 20 if target == "v5p" else 9 << 20)
 
@@ -64,13 +83,11 @@ def test_bundles_are_near_their_recorded_figures() -> None:
         assert spills <= 0.02 * bundles, f"{name}: {spills} of {bundles} bundles spill"
 
 
-@pytest.mark.parametrize("target", ["v5e", "v6e", "v5p", "tpu7x"])
+@pytest.mark.parametrize("target", QUANTISED_ON)
 def test_sampling_a_large_vocabulary_fits_the_fast_memory(target: str) -> None:
     require(target)
-    shapes = [{}, {"rows": 1, "vocab": 128_256}, {"rows": 13, "vocab": 49_152}]
-    jobs = [lab_job(target, "sample", "tpu_kernel", "wide", **shape) for shape in shapes]
-    for shape, figures in zip(shapes, compile_all(jobs), strict=True):
-        assert_compiled(f"{shape} on {target}", figures, 1 << 20)
+    for shape in SAMPLED:
+        assert_compiled(f"{shape} on {target}", compiled()[str(sampling(target, shape))], 1 << 20)
 
 
 def test_experts_products_copy_no_experts() -> None:
