@@ -132,6 +132,7 @@ def _reading(body: ChatRequest, tokenizer: Tokenizer, prompt: Sequence[int], off
         opened=reasoning is not None and _opens(reasoning, body, tokenizer, prompt),
         # OpenAI's reference: a function that the request names is called without it being why the answer ends.
         ends_with_calls=offer is not None and not offer.named,
+        only_calls=offer is not None and offer.required,
     )
 
 

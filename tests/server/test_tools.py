@@ -160,6 +160,17 @@ async def test_a_call_cut_short_ends_with_length(num_tokens: int) -> None:
     assert all(name == "get_weather" and ARGUMENTS.startswith(arguments) for name, arguments in whole)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 9, 25])
+async def test_of_a_call_that_must_be_there_nothing_is_text(num_tokens: int) -> None:
+    async with serving(anything(), tokenizer=HERMES) as server:
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            fields = {"tool_choice": choice, "max_tokens": num_tokens}
+            whole = (await ask(server, **fields))["choices"][0]
+            streamed, _ = await ask_streamed(server, **fields)
+            assert (whole["message"]["content"] or "", streamed["content"]) == ("", "")
+            assert whole["finish_reason"] == streamed["finish_reason"] == "length"
+
+
 async def test_no_tools_are_shown_where_none_may_be_called() -> None:
     async with serving(answering(CALL, tools=None), tokenizer=HERMES) as server:
         answer = await ask(server, tool_choice="none")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from jaxserve.engine.tools.calls import Calls
 from jaxserve.engine.tools.feed import Feed, Parse, Parser, read_all
 from jaxserve.engine.tools.formats import TOOL_FORMATS, ToolFormat, find_tool_format
+from jaxserve.engine.tools.parts import Text
 from jaxserve.engine.tools.reasoning import REASONING_FORMATS, ReasoningFormat, find_reasoning_format
 from jaxserve.errors import ConfigError
 
@@ -79,6 +80,7 @@ class Reading:
         reasoning: None to leave reasoning in the text.
         opened: whether the prompt has opened the reasoning.
         ends_with_calls: whether an answer that stops after calls ended for their sake.
+        only_calls: whether a grammar leaves nothing but calls, so that what is none is the beginning of one that was cut off.
     """
 
     tools: ToolFormat | None = None
@@ -86,6 +88,7 @@ class Reading:
     reasoning: ReasoningFormat | None = None
     opened: bool = False
     ends_with_calls: bool = True
+    only_calls: bool = False
 
     @property
     def markers(self) -> frozenset[str]:
@@ -124,7 +127,9 @@ class AnswerParser(Parser):
         if reading.tools is None:
             yield from read_all(feed)
         else:
-            yield from reading.tools.read(feed, self._calls)
+            for part in reading.tools.read(feed, self._calls):
+                if not (reading.only_calls and isinstance(part, Text)):
+                    yield part
 
     @property
     def num_calls(self) -> int:
