@@ -101,8 +101,10 @@ async def connected(url: str) -> AsyncIterator[tuple[Client, int]]:
     """A client of the model that a server has, and the model's context."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         async with session.get(f"{url}/v1/models") as response:
-            model = (await response.json())["data"][0]
-        yield Client(session, url, model["id"]), model["max_model_len"]
+            model = (await response.json())["data"][0]["id"]
+        async with session.post(f"{url}/tokenize", json={"prompt": "a"}) as response:
+            context = (await response.json())["max_model_len"]
+        yield Client(session, url, model), context
 
 
 def widths(max_seqs: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,9 +14,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from bench import served
 from bench.serve_load import Client, main, make_jobs, percentiles, run_closed, run_open, summarise
+from jaxserve.config import EngineConfig
 
 STEP_SECONDS = 0.01
+CONTEXT = 140
 
 
 class SlowServer:
@@ -55,12 +59,17 @@ class SlowServer:
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "only"}]})
 
+    @staticmethod
+    async def tokenize(_: web.Request) -> web.Response:
+        return web.json_response({"count": 0, "max_model_len": CONTEXT, "tokens": []})
+
 
 @asynccontextmanager
 async def serving(server: SlowServer) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/completions", server.completions)
     app.router.add_get("/v1/models", server.models)
+    app.router.add_post("/tokenize", server.tokenize)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -85,6 +94,33 @@ async def test_a_closed_loop_keeps_its_concurrency() -> None:
         assert len(outcome.gaps) == 3
         assert STEP_SECONDS * 0.9 < outcome.ttft < outcome.latency
         assert outcome.latency > 4 * STEP_SECONDS * 0.9
+
+
+async def test_the_load_that_costs_are_learnt_from_has_every_width_and_stays_within_the_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served, "OUTPUT_TOKENS", (2, 4))
+    server = SlowServer()
+    async with serving(server) as url:
+        started = time.perf_counter()
+        phases = await served.load(url, EngineConfig(max_seqs=4), seconds=0.3, seed=0)
+    assert [phase.concurrency for phase in phases] == [1, 3, 4]
+    assert server.most_in_flight == 4
+    starts_and_ends = [at for phase in phases for at in (phase.start, phase.end)]
+    assert started < starts_and_ends[0]
+    assert starts_and_ends == sorted(starts_and_ends)
+    lengths = [outcome.num_prompt for phase in phases for outcome in phase.outcomes]
+    assert min(lengths) >= served.SHORTEST_PROMPT
+    assert served.SHORTEST_PROMPT * 2 < max(lengths) <= CONTEXT - 4
+    for phase in phases:
+        assert all(phase.start <= outcome.arrived <= phase.end for outcome in phase.outcomes)
+
+
+async def test_a_load_that_fails_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "OUTPUT_TOKENS", (2, 4))
+    async with serving(SlowServer(refuse=True)) as url:
+        with pytest.raises(RuntimeError, match="status 429"):
+            await served.load(url, EngineConfig(max_seqs=8), seconds=0.1, seed=0)
 
 
 async def test_an_open_loop_does_not_wait_for_the_server() -> None:
