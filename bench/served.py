@@ -36,9 +36,9 @@ from jaxserve.host.cost_file import CostOrigin
 from jaxserve.host.fit import fit_cost, spread_of
 
 READY_SECONDS = 300.0
-LOAD_SECONDS = 100.0
+LOAD_SECONDS = 120.0
 SMALLEST_DECODE = 8
-SHORTEST_PROMPT = 16
+SHORTEST_PROMPT = 8
 OUTPUT_TOKENS = (32, 96)
 
 
