@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from checkpoints.checkpoint import Checkpoint, CheckpointBase, CheckpointError, TokenizerFiles, open_checkpoint
-from checkpoints.hf_files import read_config, read_tokenizer
+from checkpoints.hf_files import GENERATION, read_config, read_tokenizer
 from checkpoints.sources import HUB_PREFIX, describe_from_hub
 from checkpoints.text_part import text_part
 from jaxserve.config import EngineConfig
@@ -28,6 +28,7 @@ from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.params import ParamSpec, map_specs
 from jaxserve.models.sharding import DEVICES, MESH_AXES, check_splits, padded_shape
+from jaxserve.sampling_defaults import sampling_defaults
 from jaxserve.weights import check_params, open_model
 from pallas_kernels.aot import TARGETS
 from pallas_kernels.paged_attention.choose import Shape, choose
@@ -80,6 +81,7 @@ class Inspection:
         stored_bytes: on disk, by type; None where only the config was looked at.
         tokenizer: its kind in words; None for none.
         chat_template: whether there is one.
+        sampling: how requests are sampled that do not say.
     """
 
     model: str
@@ -92,6 +94,7 @@ class Inspection:
     stored_bytes: Mapping[str, int] | None
     tokenizer: str | None
     chat_template: bool
+    sampling: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +181,7 @@ def _inspect(model: str, checkpoint: Checkpoint, config: ModelConfig) -> Inspect
         stored_bytes=dict(checkpoint.stored_bytes()) if checkpoint.tensors else None,
         tokenizer=None if files is None else _tokenizer_kind(files),
         chat_template=files is not None and files.chat_template is not None,
+        sampling=sampling_defaults(checkpoint.config.get(GENERATION) or {}, where=str(checkpoint.path)),
     )
 
 

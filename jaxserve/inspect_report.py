@@ -28,6 +28,7 @@ def describe(found: Inspection) -> str:
         "context": f"{config.max_position:,} tokens",
         "tokenizer": found.tokenizer or "none: it cannot be served without",
         "chat template": "yes" if found.chat_template else "none: /v1/chat/completions needs --chat-template FILE",
+        "sampling": ", ".join(f"{name} {value}" for name, value in found.sampling.items()) or "the API's defaults",
         "end tokens": ", ".join(map(str, config.eos_token_ids)) or "none: answers end by their length alone",
     }
     return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in facts.items())

@@ -92,68 +92,89 @@ def build_engine(
         ConfigError: settings that do not fit the model or the machine.
         ModelLoadError: weights or tokenizer that cannot be had or read.
     """
-    report = progress or (lambda stage, done, total: None)
     adapters = named_adapters(config.engine)
     _limit_malloc_arenas()
     _enable_compile_cache(config.engine)
     try:
         with open_model(config.model) as checkpoint, _no_garbage_collection():
-            model_config = model_config_from_hf(checkpoint.config, where=str(checkpoint.path))
-            defaults = find_defaults(checkpoint.config, config.engine.generation_config, where=str(checkpoint.path))
-            tokenizer = _tokenizer(checkpoint)
-            model_config = _with_end_of_tokenizer(model_config, tokenizer)
-            mesh = make_mesh(config.engine.tensor_parallel, config.engine.expert_parallel)
-            dtype = dtype_of(config.engine)
-            runner = build_runner(config.engine, model_config, mesh, dtype)
-            model_config = model_config.for_context(runner.limits.max_context)
-            check_params(checkpoint, model_config, mesh, dtype)
-            constraints = Constraints(tokenizer, runner.limits.vocab_size, model_config.eos_token_ids)
-
-            def load() -> Weights:
-                params = load_params(checkpoint, model_config, mesh, dtype, partial(report, "load"))
-                scales = find_kv_scales(config.engine, checkpoint, model_config, params, mesh, dtype)
-                meanwhile(constraints)
-                return Weights(params, scales)
-
-            runner.warm_up(load, partial(report, "compile"))
+            loaded = _load(checkpoint, config.engine, progress or (lambda stage, done, total: None), meanwhile)
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
-    bucket_for = partial(choose_bucket, runner.buckets)
-    tier = cost = None
-    if config.engine.host_kv_memory:
-        cost = find_cost(config.engine, runner, runner.buckets, bucket_for)
-        tier = build_tier(config.engine, runner.limits, runner.time_loads(), cost, bucket_for)
-    pacer = build_pacer(config.engine, runner, runner.buckets, bucket_for, cost=cost)
-    scheduler = Scheduler(
-        runner.limits,
-        prefill_chunk=config.engine.prefill_chunk,
-        eos_token_ids=model_config.eos_token_ids,
-        seed=None,
-        pacer=pacer,
-        prefixes=prefix_tree(config.engine, model_config),
-        tier=tier,
-        jump=JumpForward(bucket.num_single for bucket in runner.buckets if not bucket.chunk_tokens),
-    )
-    core = EngineCore(scheduler, runner, overlap=config.engine.overlap, on_step=pacer.observe if pacer else None)
+    core = _build_core(config.engine, loaded.runner, loaded.model_config)
     if config.engine.pin_prefix:
         # Conversations begin with the prefix as this server will encode it.
         rules = ChatRules(special_tokens_in_messages=config.http.special_tokens_in_messages)
-        pin_prefix(core, tokenizer.with_rules(rules), Path(config.engine.pin_prefix))
+        pin_prefix(core, loaded.tokenizer.with_rules(rules), Path(config.engine.pin_prefix))
     name = config.http.served_model_name or Path(config.model.removeprefix("hf:")).name
     engine = Engine(
         core=core,
-        tokenizer=tokenizer,
-        runner=runner,
+        tokenizer=loaded.tokenizer,
+        runner=loaded.runner,
         model_name=name,
-        model_config=model_config,
-        constraints=constraints,
-        sampling_defaults=defaults,
+        model_config=loaded.model_config,
+        constraints=loaded.constraints,
+        sampling_defaults=loaded.sampling_defaults,
     )
     if not config.engine.max_adapters:
         return engine
-    source, table = PeftSource(model_config, runner), AdapterTable(config.engine.max_adapters, (name,))
+    source, table = PeftSource(loaded.model_config, loaded.runner), AdapterTable(config.engine.max_adapters, (name,))
     load_first(table, source, adapters, int(time.time()))
     return replace(engine, adapters=table, adapter_source=source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What there is once the weights are there and every program is compiled."""
+
+    tokenizer: Tokenizer
+    runner: DeviceRunner
+    model_config: ModelConfig
+    constraints: Constraints
+    sampling_defaults: Mapping[str, float]
+
+
+def _load(checkpoint: Checkpoint, engine: EngineConfig, report: Progress, meanwhile: Callable[[Constraints], None]) -> _Loaded:
+    where = str(checkpoint.path)
+    model_config = model_config_from_hf(checkpoint.config, where=where)
+    sampling_defaults = find_defaults(checkpoint.config, engine.generation_config, where=where)
+    tokenizer = _tokenizer(checkpoint)
+    model_config = _with_end_of_tokenizer(model_config, tokenizer)
+    mesh = make_mesh(engine.tensor_parallel, engine.expert_parallel)
+    dtype = dtype_of(engine)
+    runner = build_runner(engine, model_config, mesh, dtype)
+    model_config = model_config.for_context(runner.limits.max_context)
+    check_params(checkpoint, model_config, mesh, dtype)
+    constraints = Constraints(tokenizer, runner.limits.vocab_size, model_config.eos_token_ids)
+
+    def load_weights() -> Weights:
+        params = load_params(checkpoint, model_config, mesh, dtype, partial(report, "load"))
+        scales = find_kv_scales(engine, checkpoint, model_config, params, mesh, dtype)
+        meanwhile(constraints)
+        return Weights(params, scales)
+
+    runner.warm_up(load_weights, partial(report, "compile"))
+    return _Loaded(tokenizer, runner, model_config, constraints, sampling_defaults)
+
+
+def _build_core(engine: EngineConfig, runner: DeviceRunner, model_config: ModelConfig) -> EngineCore:
+    """The loop over a warm runner, with what is measured on it."""
+    bucket_for = partial(choose_bucket, runner.buckets)
+    tier = cost = None
+    if engine.host_kv_memory:
+        cost = find_cost(engine, runner, runner.buckets, bucket_for)
+        tier = build_tier(engine, runner.limits, runner.time_loads(), cost, bucket_for)
+    pacer = build_pacer(engine, runner, runner.buckets, bucket_for, cost=cost)
+    scheduler = Scheduler(
+        runner.limits,
+        prefill_chunk=engine.prefill_chunk,
+        eos_token_ids=model_config.eos_token_ids,
+        seed=None,
+        pacer=pacer,
+        prefixes=prefix_tree(engine, model_config),
+        tier=tier,
+        jump=JumpForward(bucket.num_single for bucket in runner.buckets if not bucket.chunk_tokens),
+    )
+    return EngineCore(scheduler, runner, overlap=engine.overlap, on_step=pacer.observe if pacer else None)
 
 
 def prefix_tree(engine: EngineConfig, model: ModelConfig) -> PrefixTree | None:

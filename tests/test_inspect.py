@@ -174,6 +174,20 @@ def test_of_the_hub_only_small_files_are_fetched(
     assert "config alone   weights were not looked at" in capsys.readouterr().out
 
 
+def test_it_says_how_requests_are_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub_of(TIED, tmp_path, monkeypatch)
+    assert main(["inspect", "hf:org/name", "--device", "v5e"]) == 0
+    assert "sampling       the API's defaults" in capsys.readouterr().out
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    assert main(["inspect", "hf:org/name", "--device", "v5e"]) == 0
+    assert "sampling       temperature 0.6, top_k 20" in capsys.readouterr().out
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    assert main(["inspect", "hf:org/name"]) == 2
+    assert "temperature must be a number, found 'hot'" in capsys.readouterr().err
+
+
 def break_nothing_there(path: Path) -> None:
     for file in path.iterdir():
         file.unlink()
