@@ -110,7 +110,8 @@ async def test_dropping_waits_its_turn_in_the_engine_s_thread() -> None:
     assert events[-1].finish_reason is not None
     while engine.stats.running:
         await asyncio.sleep(0.001)
-    assert await engine.drop_cache() == (100 + len(events) - 1) // LIMITS.page_size
+    num_output = sum(len(event.tokens) for event in events)  # an event has several where the loop fell behind
+    assert await engine.drop_cache() == (100 + num_output - 1) // LIMITS.page_size
     assert engine.stats.cached_pages == 0
     await engine.close()
     with pytest.raises(NotReady):
