@@ -14,12 +14,13 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.typedefs import Handler
 
+from jaxserve.server.middlewares import REQUEST_ID_HEADER, SERVER_NAME, new_request_id
 from jaxserve.server.wire import error_body
 
 logger = logging.getLogger(__name__)
@@ -257,7 +258,7 @@ class Connection(web.RequestHandler):
             body = error_body("the server failed; its log says how", status=status, code="internal_error")
         if request.writer.output_size > 0:
             raise ConnectionError("an answer is under way, so it is too late for another")
-        response = web.json_response(body, status=status)
+        response = _answer(body, status)
         response.force_close()
         return response
 
@@ -267,8 +268,14 @@ class Connection(web.RequestHandler):
         """Send an answer; what the framework itself refuses, before the application sees it, is refused with JSON too."""
         if isinstance(resp, web.HTTPException):
             body = error_body(resp.reason, status=resp.status, code=resp.reason.lower().replace(" ", "_"))
-            resp = web.json_response(body, status=resp.status)
+            resp = _answer(body, resp.status)
         return await super().finish_response(request, resp, start_time)
+
+
+def _answer(body: Any, status: int) -> web.Response:
+    """An answer to what did not come as far as the application, with the headers that the application gives its own."""
+    headers = {"Server": SERVER_NAME, REQUEST_ID_HEADER: new_request_id()}
+    return web.json_response(body, status=status, headers=headers)
 
 
 @web.middleware

@@ -35,6 +35,8 @@ MESSAGES_PATH = "/v1/messages"
 REQUEST_ID = web.RequestKey("request_id", str)
 REQUEST_ID_HEADER = "X-Request-Id"
 
+SERVER_NAME = "jaxserve"
+
 _GOOD_ID = re.compile(r"[!-~]{1,255}")
 
 
@@ -46,9 +48,14 @@ def request_id_of(request: web.BaseRequest) -> str:
     return request.get(REQUEST_ID, "")
 
 
+def new_request_id() -> str:
+    """An id for a request that came without."""
+    return f"req-{uuid.uuid4().hex}"
+
+
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Give an answer its request's id, and what a browser wants to see; take from it which versions of what run here."""
-    response.headers["Server"] = "jaxserve"
+    response.headers["Server"] = SERVER_NAME
     response.headers[REQUEST_ID_HEADER] = request_id_of(request)
     if request.path.startswith(MESSAGES_PATH):
         response.headers["request-id"] = request_id_of(request)  # what Anthropic's clients show
@@ -59,7 +66,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 async def name_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Keep the id that the client gave the request, if it is one; else make one."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
-    request[REQUEST_ID] = given if _GOOD_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+    request[REQUEST_ID] = given if _GOOD_ID.fullmatch(given) else new_request_id()
     return await handler(request)
 
 

@@ -40,6 +40,7 @@ async def test_what_is_not_http_is_answered_with_an_error_object(caplog: pytest.
         for data in cases:
             reply = await say(server, data)
             assert (reply.status, reply.error["code"]) == (400, "malformed_http"), data
+            assert (reply.headers["server"], reply.headers["x-request-id"][:4]) == ("jaxserve", "req-")
         for data in (
             b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
             POST + b"X-A: " + b"a" * 20_000 + b"\r\n\r\n",

@@ -63,6 +63,7 @@ async def test_an_expectation_that_nobody_can_meet() -> None:
     async with serving() as server:
         reply = await say(server, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: miracle\r\nContent-Length: 0\r\n\r\n")
         assert (reply.status, reply.error["code"]) == (417, "expectation_failed")
+        assert reply.headers["server"] == "jaxserve"
 
 
 # --- request ids ------------------------------------------------------------------------------------------------------
