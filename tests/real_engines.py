@@ -57,12 +57,19 @@ def _spread(spec: ParamSpec) -> ParamSpec:
     return dataclasses.replace(spec, scale=1.5 / math.sqrt(fan_in)) if spec.scale else spec
 
 
-def tiny_runner(engine: EngineConfig, model: ModelConfig = TINY_MODEL, *, seed: int = 0) -> DeviceRunner:
-    """A warm runner of `model` with random weights, the same ones whatever `engine` says."""
+def tiny_runner(
+    engine: EngineConfig, model: ModelConfig = TINY_MODEL, *, seed: int = 0, buckets: tuple[Bucket, ...] = ()
+) -> DeviceRunner:
+    """A warm runner of `model` with random weights, the same ones whatever `engine` says.
+
+    Args:
+        buckets: those that are compiled, where not all matter.
+    """
     mesh = make_mesh(engine.tensor_parallel, engine.expert_parallel)
     dtype = np.dtype(jnp.dtype(engine.dtype))
     params = random_params(map_specs(_spread, FAMILIES[model.family].specs(model)), mesh, dtype, seed)
     runner = build_runner(engine, model, mesh, dtype)
+    runner._buckets = buckets or runner._buckets
     runner.warm_up(lambda: Weights(params, _kv_scales(engine, model, params, mesh, dtype)))
     return runner
 

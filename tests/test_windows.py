@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.device import build
+from jaxserve.device.buckets import Bucket
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.model_config import ModelConfig
 from jaxserve.request import Request
@@ -21,7 +22,9 @@ from tests.real_engines import TINY_MODEL, Output, mixed_requests, run, run_alon
 pytestmark = [*CACHED, pytest.mark.slow]
 
 WINDOW = 50
-ENGINE = EngineConfig(dtype="float32", max_seqs=8, max_step_tokens=32, max_context=704, num_pages=512, page_size=8)
+ENGINE = EngineConfig(dtype="float32", max_seqs=6, max_step_tokens=32, max_context=704, num_pages=512, page_size=8)
+BUCKETS = (Bucket(0, 0, 6), Bucket(32, 6, 6))
+"""Decodes and chunks. Not of 8: those are compiled anew in each run of the tests."""
 TEXT = np.random.default_rng(0).integers(0, TINY_MODEL.vocab_size, 4000)
 MODELS = {
     "all": dataclasses.replace(TINY_MODEL, family="mistral", window=WINDOW, windowed=(True,) * 2),
@@ -37,7 +40,7 @@ def model(request: pytest.FixtureRequest) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def runner(model: ModelConfig) -> DeviceRunner:
-    return tiny_runner(ENGINE, model)
+    return tiny_runner(ENGINE, model, buckets=BUCKETS)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,7 @@ def alone(model: ModelConfig, requests: list[Request]) -> dict[str, Output]:
         patch.object(build, "widest_window", lambda model: None),
         patch.object(build, "_with_local_pages", lambda engine, model, limits, *others: limits),
     ):
-        keeping = tiny_runner(ENGINE, model)
+        keeping = tiny_runner(ENGINE, model, buckets=BUCKETS)
     assert (keeping.limits.window, keeping.limits.local) == (None, None)
     return run_alone(keeping, requests)
 

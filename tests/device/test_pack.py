@@ -255,12 +255,13 @@ def test_seeds_draw_other_numbers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("in_all", [True, False], ids=["all_layers", "some_layers"])
 def test_with_a_window_tables_begin_with_the_first_page_that_is_seen(in_all: bool) -> None:
-    """A chunk, a decode, and, where there is no place for chunks, a row of three with a place for each of its tokens."""
+    """A chunk, a decode, and, where there is no place for chunks, a row of three with a place for each of its tokens; of each
+    kind one whose window begins with a page."""
     window = 9
     of_window = dataclasses.replace(LIMITS, window=window)
     limits = of_window if in_all else dataclasses.replace(LIMITS, local_pages=70, local_window=window)
     params = SamplingParams()
-    for shapes in ([(21, 7), (30, 1)], [(21, 3), (30, 1)]):
+    for shapes in ([(20, 7), (30, 1)], [(19, 3), (32, 1)]):
         rows = []
         for slot, (start, count) in enumerate(shapes):
             first = of_window.first_seen_page(start) - slot  # one of them holds a page more than it must

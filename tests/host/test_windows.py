@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.host.admission import Admission, output_limit
+from jaxserve.host.finding import find_beginning
+from jaxserve.host.prefix import PrefixTree
 from jaxserve.plan import MIN_WINDOW, RunnerLimits, enough_local_pages
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request, SamplingParams, Sequence
 from tests.host.driver import Driver, make_limits, make_request, output_of
 from tests.host.test_scheduler_machine import SchedulerMachine, first_page_seen, most_pages_seen
 
@@ -156,6 +158,20 @@ def test_a_page_is_copied_from_one_that_has_not_given_it_back() -> None:
     row = driver.plan()["s1"]
     assert (row.start, row.first_page) == (22, 3)
     assert driver.runner.num_copies == 1
+
+
+def test_no_page_is_copied_of_a_sequence_that_has_given_it_back() -> None:
+    """Where it lay, in the sequence's table, is another page by now."""
+    tree = PrefixTree(4)
+    end = tree.path(text(8), "")[-1]
+    seq = Sequence(0, make_request("b", 12), list(text(12)), 9)
+    other = Sequence(1, make_request("a", 40), list(text(40)), 9, pages=list(range(10)), dispatched=40)
+    end.tail = other
+    assert find_beginning(tree, end, seq, 2) == (2, 3)
+    other.first_page, other.pages = 2, other.pages[2:]
+    assert find_beginning(tree, end, seq, 2) == (2, 3)
+    other.first_page, other.pages = 3, other.pages[1:]
+    assert find_beginning(tree, end, seq, 2) == (None, 0)
 
 
 def test_pinned_pages_stay_though_no_layer_of_their_sequence_sees_them() -> None:
