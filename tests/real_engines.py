@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jax.sharding import Mesh
 
 from checkpoints.checkpoint import open_checkpoint
 from jaxserve.config import EngineConfig
+from jaxserve.device import runner as runner_module
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.build import build_runner
 from jaxserve.device.kv_scales import measure_scales
@@ -35,6 +38,7 @@ from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import Runner, RunnerLimits, StepHandle, StepPlan
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from jaxserve.weights import load_params
+from tests.paged_model import UNOPTIMISED
 
 TINY_MODEL = ModelConfig(
     family="llama",
@@ -72,6 +76,13 @@ def tiny_runner(
     runner._buckets = buckets or runner._buckets
     runner.warm_up(lambda: Weights(params, _kv_scales(engine, model, params, mesh, dtype)))
     return runner
+
+
+@contextmanager
+def unoptimised() -> Iterator[None]:
+    """Runners that are made meanwhile have steps that compile in half the time, and run slower."""
+    with patch.object(runner_module, "step_options", lambda bucket: dict(UNOPTIMISED)):
+        yield
 
 
 def _kv_scales(engine: EngineConfig, model: ModelConfig, params: Any, mesh: Mesh, dtype: np.dtype) -> jax.Array | None:

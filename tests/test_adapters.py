@@ -22,7 +22,7 @@ from jaxserve.weights import load_params
 from tests.cached import CACHED
 from tests.near_ties import assert_same_outputs
 from tests.peft_files import RandomAdapter, random_adapter
-from tests.real_engines import Output, checkpoint_runner, run
+from tests.real_engines import Output, checkpoint_runner, run, unoptimised
 from tests.references.load import TinyReference, load_tiny, write_hf_directory
 
 pytestmark = [*CACHED, pytest.mark.slow]
@@ -91,7 +91,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.fixture(scope="module", params=[1, 2], ids=["one_device", "two_devices"])
 def runner(case: Case, request: pytest.FixtureRequest) -> DeviceRunner:
     engine = dataclasses.replace(ENGINE, tensor_parallel=request.param)
-    runner = checkpoint_runner(case.path(""), engine, BUCKETS)
+    with unoptimised():
+        runner = checkpoint_runner(case.path(""), engine, BUCKETS)
     for slot, name in enumerate(("all", "attention", "rs")):
         case.install(runner, name, slot)
     return runner

@@ -17,7 +17,7 @@ from jaxserve.model_config import ModelConfig
 from jaxserve.request import Request
 from tests.cached import CACHED
 from tests.near_ties import assert_same_outputs
-from tests.real_engines import TINY_MODEL, Output, mixed_requests, run, run_alone, tiny_runner
+from tests.real_engines import TINY_MODEL, Output, mixed_requests, run, run_alone, tiny_runner, unoptimised
 
 pytestmark = [*CACHED, pytest.mark.slow]
 
@@ -40,7 +40,8 @@ def model(request: pytest.FixtureRequest) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def runner(model: ModelConfig) -> DeviceRunner:
-    return tiny_runner(ENGINE, model, buckets=BUCKETS)
+    with unoptimised():
+        return tiny_runner(ENGINE, model, buckets=BUCKETS)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,7 @@ def requests() -> list[Request]:
 def alone(model: ModelConfig, requests: list[Request]) -> dict[str, Output]:
     """What each says by itself on a runner that sees whole tables, and keeps every page."""
     with (
+        unoptimised(),
         patch.object(build, "widest_window", lambda model: None),
         patch.object(build, "_with_local_pages", lambda engine, model, limits, *others: limits),
     ):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from checkpoints import fp8
 from checkpoints.checkpoint import CheckpointError, TensorInfo, open_checkpoint
 from checkpoints.convert import convert
 
@@ -75,6 +76,14 @@ def test_weights_are_what_is_stored_times_their_scales(tmp_path: Path, form: str
         }
         np.testing.assert_array_equal(checkpoint.read("a.weight"), expected(stored, scale, block))
         assert checkpoint.stored_bytes()[stored.dtype.name] == stored.nbytes
+
+
+def test_what_is_dequantised_at_once_need_not_divide_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of 5120 columns, 51 rows of which are."""
+    monkeypatch.setattr(fp8, "CHUNK_VALUES", 51 * SHAPE[1])
+    stored, scale = random_fp8(SHAPE), random_scale(6, 4)
+    with open_checkpoint(model(tmp_path / "m", BLOCKS, a__weight=stored, a__weight_scale_inv=scale)) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read("a.weight"), expected(stored, scale, (128, 128)))
 
 
 @pytest.mark.parametrize("scale_shape", [(3, 1, 1), (3, 4, 1), (3, 4)])

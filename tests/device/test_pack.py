@@ -291,3 +291,35 @@ def test_with_a_window_tables_begin_with_the_first_page_that_is_seen(in_all: boo
                 for token, position in zip(tokens, positions, strict=True):
                     assert seen.page_ids[token] == local[position // LIMITS.page_size]
                     assert in_all or batch.page_ids[token] == row.pages[position // LIMITS.page_size]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(3, 1, 7), (3, 1, 1)], ids=["chunks", "places_of_single_tokens"])
+def test_every_token_has_its_row_s_adapter(counts: tuple[int, ...]) -> None:
+    """Also a row that has a place for each of its tokens; rows without one, and padding, have none."""
+    limits = dataclasses.replace(LIMITS, max_adapters=4, max_adapter_rank=2)
+    common = {"seed": 0, "stop_ids": (), "fresh": True, "sample": True, "num_prompt": 1, "params": SamplingParams()}
+    rows = tuple(
+        PlanRow(
+            seq_id=slot,
+            slot=slot,
+            start=0,
+            count=count,
+            tokens=(1,) * count,
+            pages=[8 * slot, 8 * slot + 1],
+            adapter=adapter,
+            **common,
+        )
+        for slot, (count, adapter) in enumerate(zip(counts, (2, -1, 0), strict=True))
+    )
+    plan = StepPlan(0, rows)
+    bucket = bucket_for_plan(BUCKETS, plan)
+    assert bool(bucket.chunk_tokens) == (max(counts) == 7)
+    packed, _ = pack(plan, bucket, limits)
+    batch = jax.tree.map(np.asarray, jax.jit(functools.partial(unpack, bucket=bucket, limits=limits))(packed, HISTORY)[0])
+    expected = np.full(bucket.num_tokens, -1)
+    for row, place in zip(rows, row_places(plan, bucket), strict=True):
+        first = batch.row_offsets[place.start]
+        expected[first : first + row.count] = row.adapter
+    np.testing.assert_array_equal(batch.adapters, expected)
+    assert pack(plan, bucket, LIMITS)[0].size < packed.size, "where there are none, none are uploaded"
