@@ -170,7 +170,7 @@ def _before(log: StepLog, outcomes: Sequence[Outcome]) -> float:
 
 def _after(log: StepLog, outcomes: Sequence[Outcome]) -> float:
     """Seconds from when a first token had been read from the device until its client had it, in the middle."""
-    ready = [step.ready for step in log.steps if step.work.num_chunks]
+    ready = [step.ready for step in log.steps]
     firsts = [outcome.arrived + outcome.ttft for outcome in outcomes if outcome.ttft is not None]
     known = [(bisect.bisect_right(ready, first) - 1, first) for first in firsts]
     return median([first - ready[index] for index, first in known if index >= 0] or [0.0])

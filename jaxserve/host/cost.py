@@ -76,6 +76,8 @@ def work_of(plan: StepPlan, bucket_for: BucketFor) -> StepWork:
             chunk_context += row.start + row.count
             products += chunk_products(row.start, row.count)
     bucket = bucket_for(num_single, chunk_tokens, num_chunks)
+    if not bucket.chunk_tokens:  # there each token of a longer row attends by itself
+        return StepWork(bucket.num_tokens, False, len(plan.rows), 0, context + products, 0, 0)
     return StepWork(bucket.num_tokens, bucket.chunk_tokens > 0, len(plan.rows), num_chunks, context, chunk_context, products)
 
 
@@ -93,8 +95,9 @@ class KindCost:
 
     Attributes:
         places: sizes that were measured, ascending.
-        seconds: of an empty step of each, never falling. Between two sizes it is interpolated; beyond them the nearest
-            slope goes on.
+        seconds: of an empty step of each, never falling. Between two sizes it is interpolated; before them the nearest
+            slope goes on, and after them the steeper of that and of all of them together: two sizes that came out alike say
+            nothing of one that was not measured.
         per_row: seconds for each row.
         per_chunk: seconds for each row of more than one token, on top of that.
         per_context: seconds for each position of `context_read`.
@@ -127,6 +130,9 @@ class KindCost:
             return seconds[0]
         right = min(max(bisect.bisect_left(known, places), 1), len(known) - 1)
         slope = (seconds[right] - seconds[right - 1]) / (known[right] - known[right - 1])
+        if places > known[-1]:
+            slope = max(slope, (seconds[-1] - seconds[0]) / (known[-1] - known[0]))
+            return seconds[-1] + slope * (places - known[-1])
         return max(0.0, seconds[right - 1] + slope * (places - known[right - 1]))
 
 

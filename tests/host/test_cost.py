@@ -59,6 +59,25 @@ def test_work_of_a_plan_follows_its_bucket() -> None:
     assert work == StepWork(bucket.num_tokens, True, 2, 1, 4, 8, chunk_products(0, 8))
 
 
+def test_a_short_chunk_in_a_program_for_decodes_is_as_many_of_them() -> None:
+    driver = Driver(make_limits(num_pages=64, max_seqs=16, max_step_tokens=64), prefill_chunk=8)
+    buckets = enumerate_buckets(driver.limits)
+    driver.add("one", 7, max_tokens=9)
+    driver.step()
+    driver.add("other", 5)
+    driver.plan()
+    plan = driver.in_flight[0][0]
+    assert [row.count for row in plan.rows] == [1, 5]
+    work = work_of(plan, lambda single, tokens, rows: choose_bucket(buckets, single, tokens, rows))
+    assert work == StepWork(8, False, 2, 0, 8 + sum(range(1, 6)), 0, 0)
+
+
+def test_what_two_sizes_have_alike_is_not_believed_of_a_larger_one() -> None:
+    flat = KindCost(places=(1, 16, 32), seconds=(0.012, 0.033, 0.033))
+    assert [flat.empty_seconds(places) for places in (16, 24, 32)] == [0.033] * 3
+    assert flat.empty_seconds(64) == pytest.approx(0.033 + 32 * 0.021 / 31)
+
+
 def test_products_of_chunks_add_up_to_those_of_the_whole() -> None:
     assert chunk_products(0, 5) == 1 + 2 + 3 + 4 + 5
     assert chunk_products(0, 5) + chunk_products(5, 7) == chunk_products(0, 12)
