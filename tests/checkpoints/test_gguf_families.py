@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from checkpoints.checkpoint import open_checkpoint
+from checkpoints.gguf_architectures import ARCHITECTURES
+from checkpoints.gguf_names import Part, parts_of
 from jaxserve.models.families import model_config_from_hf
 from jaxserve.models.rope import rotary_frequencies
 from tests.checkpoints import gguf_conversion
@@ -59,3 +61,14 @@ def test_config_and_weights_come_back(name: str, tmp_path: Path) -> None:
     assert set(weights) == set(tensors)
     for key, values in tensors.items():
         np.testing.assert_array_equal(weights[key], values, err_msg=key)
+
+
+def test_gate_and_up_of_experts_may_be_one_tensor() -> None:
+    """Within each expert gate comes before up."""
+    stored = "blk.1.ffn_gate_up_exps.weight"
+    parts = parts_of({stored: (3, 10, 4)}, ARCHITECTURES["qwen3moe"], {})
+    assert parts == {
+        f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight": Part(stored, 40 * expert + start, (5, 4))
+        for expert in range(3)
+        for name, start in (("gate", 0), ("up", 20))
+    }
