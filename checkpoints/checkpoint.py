@@ -201,7 +201,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
         CheckpointError: nothing there, another format (which it names), or a broken file (which it names).
     """
-    path = Path(path)
+    from checkpoints.files import naming
+
+    with naming(Path(path)):
+        return _open(Path(path))
+
+
+def _open(path: Path) -> Checkpoint:
     # Here, since these modules import this one; and so that a format's libraries are imported only when it is met.
     if path.is_file():
         _check_gguf_file(path)

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.checkpoint import CheckpointError
-from checkpoints.files import FileReader, aligned_empty, read_json_object
+from checkpoints.files import FileReader, aligned_empty, naming, read_json_object
 from checkpoints.safetensors import read_header
 
 CONFIG = "adapter_config.json"
@@ -75,22 +75,24 @@ def read_peft(path: Path) -> PeftAdapter:
     Raises:
         CheckpointError: it cannot be read, or is more than pairs of matrices; lists everything that is wrong with it.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: expected a directory with {CONFIG} and {WEIGHTS}")
-    for name in (CONFIG, WEIGHTS):
-        if not (path / name).is_file():
-            advice = (
-                "; adapter_model.bin runs code when it is read: save it with safe_serialization=True"
-                if name == WEIGHTS
-                else ""
-            )
-            raise CheckpointError(f"{path}: has no {name}{advice}")
+    with naming(path):
+        _check_files(path)
     config = read_json_object(path / CONFIG)
     problems = _problems_of_config(config)
     if problems:
         raise CheckpointError(f"{path / CONFIG}: not supported: {'; '.join(problems)}")
     sides = _read_sides(path / WEIGHTS)
     return PeftAdapter(str(config.get("base_model_name_or_path") or ""), _pairs(config, sides, path / WEIGHTS))
+
+
+def _check_files(path: Path) -> None:
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: expected a directory with {CONFIG} and {WEIGHTS}")
+    if not (path / CONFIG).is_file():
+        raise CheckpointError(f"{path}: has no {CONFIG}")
+    if not (path / WEIGHTS).is_file():
+        advice = "adapter_model.bin runs code when it is read: save it with safe_serialization=True"
+        raise CheckpointError(f"{path}: has no {WEIGHTS}; {advice}")
 
 
 def _problems_of_config(config: Mapping[str, Any]) -> list[str]:

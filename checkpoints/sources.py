@@ -55,8 +55,9 @@ def resolve(name_or_path: str | Path, models_dir: Path) -> Path:
     if text.startswith(HUB_PREFIX):
         return _from_hub(text.removeprefix(HUB_PREFIX))
     path = Path(name_or_path)
-    if text and path.exists():
-        return path
+    with naming(path):
+        if text and path.exists():
+            return path
     known = model_names(models_dir)
     if text in known:
         source = read_source(models_dir / f"{text}.toml")

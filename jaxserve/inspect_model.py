@@ -199,7 +199,7 @@ def _tokenizer_kind(files: TokenizerFiles) -> str | None:
     try:
         model = json.loads(files.tokenizer_json).get("model") or {}
         return f"{model.get('type', 'BPE')}, {len(model.get('vocab') or ()):,} tokens"
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"tokenizer.json: not a usable tokenizer: {error}") from error
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from checkpoints import wheels
-from checkpoints.checkpoint import CheckpointError
+from checkpoints.checkpoint import CheckpointError, open_checkpoint
+from checkpoints.peft import read_peft
 from checkpoints.sources import cache_dir, model_names, read_source, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -303,6 +304,12 @@ def test_an_interrupt_ends_pip_and_leaves_nothing(index: Index, monkeypatch: pyt
 def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
     assert resolve(tmp_path, tmp_path) == tmp_path
     assert resolve(str(tmp_path), tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize("read", [lambda name: resolve(name, Path()), open_checkpoint, lambda name: read_peft(Path(name))])
+def test_a_name_that_no_file_system_takes_is_an_error_that_names_it(read: Callable[[str], Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"^{'a' * 5000}: "):
+        read("a" * 5000)
 
 
 def test_an_unknown_name_lists_the_known_and_the_nearest(index: Index) -> None:
