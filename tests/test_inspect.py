@@ -19,8 +19,8 @@ from checkpoints.convert import convert
 from jaxserve.__main__ import DEVICES, main
 from jaxserve.device.build import _weight_bytes
 from jaxserve.device.runner import page_bytes
-from jaxserve.inspect_model import CHIPS, fit, inspect, layer_pages, smallest_fit, this_computer
-from jaxserve.inspect_report import count, size
+from jaxserve.inspect_model import CHIPS, fit, fits, inspect, layer_pages, smallest_fit, this_computer
+from jaxserve.inspect_report import count, fits_of_chips, size
 from jaxserve.models.families import model_config_from_hf
 from jaxserve.models.sharding import make_mesh
 from tests.checkpoints.builders import CONFIG, TOKENS, llama_shapes, tiny_gguf, tiny_hf
@@ -94,8 +94,9 @@ def test_experts_are_split_on_times_as_many_devices(
     lines = capsys.readouterr().out.splitlines()
     assert "Sequences at once on v6e, the experts in 2 parts, by tokens of context:" in lines
     assert [line.split()[0] for line in lines[-7:-3]] == ["2", "4", "8", "16"]
-    assert main(command) == 0
-    assert "the fewest devices that hold it, the experts in 2 parts" in capsys.readouterr().out
+    found = fits(model_config_from_hf(OF_EXPERTS), ["v6e"], None, None, 2)
+    assert found[0].devices == 2
+    assert "the fewest devices that hold it, the experts in 2 parts" in fits_of_chips(found)
 
 
 def test_a_dense_model_has_no_experts_to_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
