@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import llguidance
 
 from jaxserve.constraint import Constraint, Grammar, GrammarKind, mask_size
+from jaxserve.engine.grammar_depth import check_rules
 from jaxserve.engine.json_schema import prepare_schema
 from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import EngineError, InvalidRequest
@@ -332,6 +333,7 @@ def _choice_source(text: str) -> str:
 
 
 def _lark_source(text: str) -> str:
+    check_rules(text)
     source: str = llguidance.LLMatcher.grammar_from_lark(text)
     return source
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from jaxserve.engine.grammar_depth import check_schema
 from jaxserve.engine.json_finite import is_finite
 
 MAX_DEPTH = 64
@@ -59,6 +60,7 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
         _spell_out_patterns(place, current)
         _spell_out_counts(current)
         pending.extend((path, child, depth + 1) for path, child in _children(where, current) if not isinstance(child, bool))
+    check_schema(schema)
     if not is_finite(schema):
         raise ValueError("no text satisfies it: it requires itself in itself")
     return schema
