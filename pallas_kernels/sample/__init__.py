@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.late import late
@@ -44,7 +45,7 @@ def draw(
     uniform: Float[Array, " R"],
     impl: str,
 ) -> Int[Array, " R"]:
-    """Draw one token a row.
+    """Draw one token a row: of one with logits that are no numbers, any.
 
     Args:
         logits: float32; minus infinity for tokens that must not be drawn, but not for all of a row.
@@ -62,4 +63,7 @@ def draw(
         why = f": {REFUSED[impl]}" if impl in REFUSED else ""
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"sample has no implementation {impl!r}; there are {known} (xla runs anywhere){why}")
-    return IMPLEMENTATIONS[impl](logits, temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p, uniform=uniform)
+    function = IMPLEMENTATIONS[impl]
+    drawn = function(logits, temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p, uniform=uniform)
+    # The search for a running sum of no numbers ends where it will.
+    return jnp.minimum(drawn, logits.shape[1] - 1)

@@ -119,3 +119,16 @@ def test_the_check_for_other_hardware_passes_here_and_can_fail(monkeypatch: pyte
         IMPLEMENTATIONS, "off", lambda *args, **kwargs: (reference.draw(*args, **kwargs) + 1) % args[0].shape[1]
     )
     assert not any(passed for _, passed in check("off").values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_logits_that_are_no_numbers_give_a_token_all_the_same_and_harm_no_other_row(settings: Settings) -> None:
+    """As of an adapter that overflows: an id past the vocabulary would be nobody's text."""
+    logits, uniform = np.array(make_logits(4, 97, seed=3)), np.array([0.1, 0.4, 0.7, 0.95], np.float32)
+    expected = drawn(jnp.asarray(logits), [settings] * 4, uniform, "xla")
+    for value in (np.nan, np.inf):
+        logits[1], logits[3, 5] = value, value
+        found = drawn(jnp.asarray(logits), [settings] * 4, uniform, "xla")
+        assert ((found >= 0) & (found < 97)).all()
+        np.testing.assert_array_equal(found[[0, 2]], expected[[0, 2]])
