@@ -14,8 +14,10 @@ from typing import Any
 MAX_CHAIN = 500
 """Rules of a grammar, or parts of a schema, one within or behind the other; 1,000 are still safe in a stack of 8 MiB."""
 
-_RULE = re.compile(r"([A-Za-z_]\w*)\s*(?:\[[^\]]*\]\s*)?(?:\.\s*\d+\s*)?:")
-_WORD = re.compile(r"[A-Za-z_]\w*")
+_RULE = re.compile(r"[ \t]*+[?!]*+([A-Za-z_][\w-]*+)")
+"""The beginning of a line that begins a rule. Lines that go on with one begin otherwise, with `|`."""
+
+_WORD = re.compile(r"[A-Za-z_][\w-]*+")
 _JSON = re.compile(r"%json\s*")
 
 
@@ -27,12 +29,12 @@ def check_rules(text: str) -> None:
     Raises:
         ValueError: they do.
     """
-    found = list(_RULE.finditer(text))
-    names = {rule[1] for rule in found}
-    edges: dict[str, set[str]] = {name: set() for name in names}
-    ends = [*(rule.start() for rule in found[1:]), len(text)]
-    for rule, end in zip(found, ends, strict=False):
-        edges[rule[1]] |= names.intersection(_WORD.findall(text, rule.end(), end))
+    lines = [(_RULE.match(line), line) for line in text.split("\n")]
+    edges: dict[str, set[str]] = {rule[1]: set() for rule, _ in lines if rule}
+    current: set[str] = set()
+    for rule, line in lines:
+        current = edges[rule[1]] if rule else current
+        current |= edges.keys() & _WORD.findall(line, rule.end() if rule else 0)
     _check(edges, "its rules refer to one another")
     for place in _JSON.finditer(text):
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -70,6 +72,8 @@ def test_the_bound_is_one(edges: dict[int, set[int]]) -> None:
         rules(MAX_CHAIN + 1, "a{}"),
         rules(MAX_CHAIN + 1, '"a" a{} "b"').replace("\na", "\n\na"),
         rules(MAX_CHAIN + 1).replace("a", "A").replace("stArt", "start"),
+        rules(MAX_CHAIN + 1, 'a{}\n  | "x"').replace(":", '[capture, stop="]:"]:'),
+        rules(MAX_CHAIN + 1).replace("a", "a-").replace("sta-rt", "start").replace("a-1:", "?a-1:"),
         rules(MAX_CHAIN + 1) + rules(MAX_CHAIN + 1).replace("a", "b").replace("stbrt", "other") + "b: a0 /#/ \"'",
         "start: %json " + json.dumps(references(MAX_CHAIN + 1)),
     ],
@@ -77,6 +81,16 @@ def test_the_bound_is_one(edges: dict[int, set[int]]) -> None:
 def test_rules_in_long_chains_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"chain of up to {MAX_CHAIN}|more than {MAX_CHAIN}"):
         check_rules(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 200_000, "a[" * 100_000, "a " * 100_000, "a:\n" * 60_000, '"' * 200_000, "[" * 200_000]
+)
+def test_hostile_texts_take_no_time(text: str) -> None:
+    began = time.process_time()
+    with contextlib.suppress(ValueError):
+        check_rules(text)
+    assert time.process_time() - began < 2, "quadratic ones take minutes"
 
 
 def test_schemas_in_long_chains_are_refused() -> None:
