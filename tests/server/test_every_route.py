@@ -59,6 +59,7 @@ PROMPTS = {
 """What bodies call their prompt, and how many tokens of output they want."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_what_does_not_fit_is_named_as_the_body_names_it(path: str) -> None:
     """vllm I33418: with the wrong numbers. The server finds out late, where all requests are alike."""

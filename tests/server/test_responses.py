@@ -344,6 +344,7 @@ def test_calls_and_what_they_gave_are_input() -> None:
     ]
 
 
+@pytest.mark.slow
 async def test_log_probabilities_are_those_of_the_text_however_it_comes() -> None:
     tokenizer = HERMES.with_formats(tool_format="hermes", reasoning_format="think")
     asked = {"model": MODEL, "input": "hi", "temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 1}

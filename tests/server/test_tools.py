@@ -160,6 +160,7 @@ async def test_a_call_cut_short_ends_with_length(num_tokens: int) -> None:
     assert all(name == "get_weather" and ARGUMENTS.startswith(arguments) for name, arguments in whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, 9, 25])
 async def test_of_a_call_that_must_be_there_nothing_is_text(num_tokens: int) -> None:
     async with serving(anything(), tokenizer=HERMES) as server:
@@ -263,6 +264,7 @@ async def test_an_answer_in_json_may_stand_beside_calls() -> None:
     assert message.get("tool_calls") or json.loads(message["content"]) in ("yes", "no")
 
 
+@pytest.mark.slow
 async def test_the_form_of_an_answer_may_be_said_where_there_is_none() -> None:
     def form(schema: Any) -> dict[str, Any]:
         return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
