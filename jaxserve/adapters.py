@@ -21,7 +21,6 @@ class PeftSource:
     """Reads adapters for one model and installs them in its runner."""
 
     def __init__(self, config: ModelConfig, runner: DeviceRunner) -> None:
-        self.num_slots = runner.limits.max_adapters
         self._config = config
         self._runner = runner
 

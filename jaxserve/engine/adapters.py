@@ -18,13 +18,7 @@ from jaxserve.request import Adapter
 
 
 class AdapterSource(Protocol):
-    """Brings adapters from disk to the device; `jaxserve.adapters` has one.
-
-    Attributes:
-        num_slots: how many can be there at once.
-    """
-
-    num_slots: int
+    """Brings adapters from disk to the device; `jaxserve.adapters` has one."""
 
     def read(self, path: str) -> Any:
         """The weights in the folder `path`, checked against the model and on the device. Takes long; any thread may call it.
