@@ -39,6 +39,7 @@ READY_SECONDS = 300.0
 LOAD_SECONDS = 120.0
 SMALLEST_DECODE = 8
 SHORTEST_PROMPT = 8
+LONG_SHARE = 0.2
 OUTPUT_TOKENS = (32, 96)
 
 
@@ -108,15 +109,21 @@ async def connected(url: str) -> AsyncIterator[tuple[Client, int]]:
 
 
 def widths(max_seqs: int) -> tuple[int, ...]:
-    """Concurrencies that fill each size of decode step, and that just need it."""
-    sizes = [1, *(size for size in doubling(min(SMALLEST_DECODE, max_seqs), max_seqs) if size > 1)]
-    return tuple(sorted({width for size in sizes for width in (size // 2 + 1, size)}))
+    """Concurrencies at which each size of decode step comes up, about as often full as not."""
+    sizes = [size for size in doubling(min(SMALLEST_DECODE, max_seqs), max_seqs) if size > 1]
+    return tuple(sorted({1, max_seqs, *(size * 3 // 4 for size in sizes)}))
 
 
-def jobs_until(end: float, longest: int, draw: random.Random) -> Iterator[Job]:
-    """Requests until that time, with prompts of all orders of length."""
+def jobs_until(end: float, step_tokens: int, longest: int, draw: random.Random) -> Iterator[Job]:
+    """Requests until that time, with prompts of all orders of length up to a step's, and one in five of more than a step.
+
+    Steps that a single prompt fills in part are what light traffic is made of: they must not be rare.
+    """
+    fitting = max(SHORTEST_PROMPT, min(step_tokens, longest))
     while time.perf_counter() < end:
-        length = round(SHORTEST_PROMPT * (longest / SHORTEST_PROMPT) ** draw.random())
+        length = round(SHORTEST_PROMPT * (fitting / SHORTEST_PROMPT) ** draw.random())
+        if draw.random() < LONG_SHARE:
+            length = draw.randint(fitting, longest)
         prompt = draw.choices(range(FIRST_TOKEN_ID, LAST_TOKEN_ID), k=length)
         yield Job(0.0, prompt, draw.randint(*OUTPUT_TOKENS))
 
@@ -133,7 +140,9 @@ async def load(url: str, engine: EngineConfig, *, seconds: float, seed: int) -> 
         levels = widths(engine.max_seqs)
         for width in levels:
             start = time.perf_counter()
-            outcomes = await run_closed(jobs_until(start + seconds / len(levels), longest, draw), client, width)
+            outcomes = await run_closed(
+                jobs_until(start + seconds / len(levels), engine.max_step_tokens, longest, draw), client, width
+            )
             phases.append(Phase(width, start, time.perf_counter(), tuple(outcomes)))
             if failed := [outcome.error for outcome in outcomes if outcome.error is not None]:
                 raise RuntimeError(f"{len(failed)} of {len(outcomes)} requests failed at {width} at once: {failed[0]}")

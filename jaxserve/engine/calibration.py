@@ -82,6 +82,7 @@ def _chunk_points(bucket: Bucket, limits: RunnerLimits) -> Iterator[Point]:
             continue
         context = min(limits.page_size, longest)
         yield Point(num_decodes, context, (tokens,))
+        yield Point(num_decodes, context, (tokens // 2,))  # few prompts fill a step
         if tokens >= 32 and num_rows > 1:
             rows = min(num_rows, tokens // 16)
             yield Point(num_decodes, context, (tokens // rows,) * rows)
