@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.special import logsumexp
 
 from checkpoints.checkpoint import open_checkpoint
 from jaxserve.vocabulary import build_tokenizer
@@ -47,13 +46,21 @@ def _logits_agree(model: PagedModel, name: str) -> np.ndarray:
         for found, expected in (
             (logits[np.arange(len(logits)), reference.argmax[part]], reference.argmax_logit[part]),
             (logits.max(axis=1), reference.argmax_logit[part]),  # so where another id is first, it is a near-tie
-            (logsumexp(logits, axis=1), reference.logsumexp[part]),
+            (_logsumexp(logits), reference.logsumexp[part]),
             (logits[:, reference.sampled_ids], reference.sampled_logits[part]),
         ):
             np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
         same.append(logits.argmax(axis=1) == reference.argmax[part])
     assert np.mean(np.concatenate(same)) > 0.99
     return logits[-1]
+
+
+def _logsumexp(logits: np.ndarray) -> np.ndarray:
+    """Of each row of `[tokens, V]`; SciPy's takes twenty times as long for rows of 262,144."""
+    best = logits.max(axis=1)
+    weights = logits - best[:, None]
+    np.exp(weights, out=weights)
+    return best + np.log(weights.sum(axis=1, dtype=np.float64))
 
 
 def test_prompts_begin_with_bos_and_have_the_ids_of_transformers(gemma_model_path: Path) -> None:
