@@ -90,6 +90,8 @@ class Translator:
             call_id=call_id,
             defaults=self._sampling_defaults,
         )
+        if url != line.url:  # the prompt became a message here
+            call = replace(call, field_names={ours: theirs for ours, theirs in call.field_names.items() if ours != "prompt"})
         if call.stream:
             raise InvalidRequest("stream must be false in a file", param="stream")
         if call.timeout is not None:
