@@ -72,7 +72,6 @@ def mixture(target: str, impl: str, num_devices: int, *, model: str = "30b-a3b",
 
 
 TOO_LARGE = (
-    Step(target="v5e", model="demo", tensor_parallel=1, num_pages=2**15),  # 45 GiB of KV
     Step(target="v5e", model="8b", tensor_parallel=1, num_pages=1024, chunk_tokens=0),  # 15 GiB of weights
     Step(target="v5e", model="8b", tensor_parallel=4, num_pages=2**15),  # 64 GiB of KV over four
     mixture("v5e", "tpu", 4),  # 14.2 GiB of weights and 1.5 of KV on each
