@@ -108,9 +108,9 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _serve(args: argparse.Namespace) -> int:
     config = serve_config_from_args(args)
-    from jaxserve import launch
+    from jaxserve import serving
 
-    return launch.serve(config)
+    return serving.serve(config)
 
 
 def _inspect(args: argparse.Namespace) -> int:

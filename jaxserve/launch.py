@@ -1,4 +1,4 @@
-"""Builds everything from a `ServeConfig`: the only module that sees both towers.
+"""Builds an engine from a `ServeConfig`: where both towers meet.
 
 Resolves the model, has its weights loaded while the lattice compiles, and hands over an `Engine`.
 """
@@ -20,10 +20,9 @@ import jax
 from checkpoints.checkpoint import Checkpoint, CheckpointError
 from checkpoints.sources import cache_dir
 from jaxserve.adapters import PeftSource
-from jaxserve.config import EngineConfig, HttpConfig, ServeConfig
+from jaxserve.config import EngineConfig, ServeConfig
 from jaxserve.device.buckets import choose_bucket
 from jaxserve.device.build import build_runner, dtype_of
-from jaxserve.device.compile_counter import num_compiles
 from jaxserve.device.runner import DeviceRunner, Weights
 from jaxserve.engine.adapters import NO_ADAPTERS, AdapterSource, AdapterTable, load_first, named_adapters
 from jaxserve.engine.calibration import build_pacer, find_cost
@@ -41,9 +40,6 @@ from jaxserve.models.families import model_config_from_hf
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import RunnerLimits
 from jaxserve.sampling_defaults import find_defaults
-from jaxserve.server import app
-from jaxserve.server.service import ServerParts
-from jaxserve.server.store.folder import default_root
 from jaxserve.vocabulary import build_tokenizer
 from jaxserve.weights import check_params, find_kv_scales, load_params, open_model
 
@@ -186,60 +182,6 @@ def prefix_tree(engine: EngineConfig, model: ModelConfig) -> PrefixTree | None:
     # A token costs two operations a weight, and with each token before it two for the score and two for the sum.
     width = model.num_heads * model.head_dim
     return PrefixTree(engine.page_size, cost_aware(model.active_weights / (2 * width) / engine.page_size))
-
-
-def serve(config: ServeConfig) -> int:
-    """Serve over HTTP until SIGTERM or SIGINT, then drain; the process's exit code.
-
-    The port is open while the model loads, so `/health` answers and `/ready` says 503 until the engine is warm.
-    """
-
-    def build() -> ServerParts:
-        # The first who wants structured output would hold up everyone else for a second.
-        engine = build_engine(config, progress=_log_progress(), meanwhile=Constraints.prepare)
-        logger.info("ready: %s on http://%s:%d", engine.model_name, config.http.host, config.http.port)
-        return ServerParts(
-            core=engine.core,
-            limits=engine.limits,
-            tokenizer=engine.tokenizer,
-            model_name=engine.model_name,
-            num_compiles=num_compiles,
-            constraints=engine.constraints,
-            sampling_defaults=engine.sampling_defaults,
-            adapters=engine.adapters,
-            adapter_source=engine.adapter_source,
-        )
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # JAX says at this level which accelerators it did not find.
-    logging.getLogger("jax").setLevel(logging.WARNING)
-    return app.serve(build, _with_state_dir(config.http))
-
-
-def _with_state_dir(http: HttpConfig) -> HttpConfig:
-    """`http` with a folder for files and batches; none where none is named and the usual one cannot be made."""
-    if http.state_dir or not http.port:
-        return http
-    path = default_root(http.port)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        logger.warning("no files and batches: %s: %s; name a folder with --state-dir", path, error.strerror)
-        return http
-    return replace(http, state_dir=str(path))
-
-
-def _log_progress() -> Progress:
-    """Log each tenth of a stage."""
-    said: dict[str, int] = {}
-
-    def progress(stage: str, done: int, total: int) -> None:
-        tenth = done * 10 // total
-        if tenth > said.get(stage, 0):
-            said[stage] = tenth
-            logger.info("%s: %d%%", stage, 10 * tenth)
-
-    return progress
 
 
 def _with_end_of_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -52,6 +52,7 @@ ROOMS: dict[str, Room] = {
 }
 ROOF = (
     "jaxserve.launch",
+    "jaxserve.serving",
     "jaxserve.adapters",
     "jaxserve.weights",
     "jaxserve.sampling_defaults",

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it hands to `launch`, and its exit codes."""
+"""The command line: what it prints, what it hands to `serving`, and its exit codes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxserve.errors import ConfigError
 
 
 def serve_with(monkeypatch: pytest.MonkeyPatch, serve: Callable[[ServeConfig], int]) -> None:
-    """Put a `jaxserve.launch` in place that has no JAX behind it."""
-    launch = ModuleType("jaxserve.launch")
-    launch.serve = serve  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "jaxserve.launch", launch)
-    monkeypatch.setattr(jaxserve, "launch", launch, raising=False)
+    """Put a `jaxserve.serving` in place that has no JAX behind it."""
+    serving = ModuleType("jaxserve.serving")
+    serving.serve = serve  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jaxserve.serving", serving)
+    monkeypatch.setattr(jaxserve, "serving", serving, raising=False)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,7 +31,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"jaxserve {jaxserve.__version__}\n"
 
 
-def test_flags_override_the_file_and_reach_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_the_file_and_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServeConfig] = []
     serve_with(monkeypatch, lambda config: seen.append(config) or 7)  # type: ignore[func-returns-value]
     path = tmp_path / "serve.toml"

@@ -1,4 +1,4 @@
-"""What `launch` puts together for a server, with the engine left out."""
+"""What `serving` puts together, with the engine left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve import launch
+from jaxserve import launch, serving
 from jaxserve.config import HttpConfig, ServeConfig
 from jaxserve.engine.constraints import Constraints
 from jaxserve.server.service import ServerParts
@@ -35,8 +35,8 @@ def test_a_server_has_what_its_engine_brought_and_grammars_are_prepared_before_i
         return 0
 
     monkeypatch.setattr(launch, "build_engine", build_engine)
-    monkeypatch.setattr(launch.app, "serve", serve)
-    assert launch.serve(ServeConfig(model="m", http=HttpConfig(port=0))) == 0
+    monkeypatch.setattr(serving.app, "serve", serve)
+    assert serving.serve(ServeConfig(model="m", http=HttpConfig(port=0))) == 0
     assert options["meanwhile"] is Constraints.prepare
     assert parts[0].constraints is engine.constraints
     assert parts[0].sampling_defaults == {"temperature": 0.5}
