@@ -20,17 +20,10 @@ NUM_HOST_DEVICES = 4
 collect_ignore = ["clients"]  # `make test-clients` runs these, in an environment of their own
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-XLA_FLAGS = {
-    # Several devices for the tests of sharding; measured, they cost the tests of one device nothing.
-    "--xla_force_host_platform_device_count": NUM_HOST_DEVICES,
-    # What tests compile runs once or twice: unoptimised it takes a third less of their time. An engine's own programs say
-    # themselves how they are compiled.
-    "--xla_backend_optimization_level": 0,
-}
-given = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join(
-    [given, *(f"{flag}={value}" for flag, value in XLA_FLAGS.items() if flag not in given)]
-).strip()
+# Several devices for the tests of sharding; measured, they cost the tests of one device nothing.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    device_flag = f"--xla_force_host_platform_device_count={NUM_HOST_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {device_flag}".strip()
 
 if os.environ.get("JAXSERVE_SHAPE_CHECKS", "1") != "0":
     install_import_hook(["jaxserve.models", "jaxserve.device", "pallas_kernels"], f"{tests.shapes.__name__}.check")
