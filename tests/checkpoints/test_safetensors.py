@@ -282,6 +282,7 @@ def test_a_name_that_occurs_twice_in_a_header_is_refused(tmp_path: Path) -> None
         header_of(path)
 
 
+@pytest.mark.slow
 def test_a_name_that_occurs_twice_is_found_among_very_many(tmp_path: Path) -> None:
     entry = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
     names = [*range(100_000), 99_999]

@@ -51,6 +51,7 @@ def test_greedy_decode_agrees(loaded: tuple[TinyReference, PagedModel]) -> None:
         (last,) = model.feed([token], width=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor_parallel"),
     [

@@ -98,6 +98,7 @@ async def test_the_largest_body_follows_the_context() -> None:
         object.__setattr__(model.terms.limits, "max_context", 512)
 
 
+@pytest.mark.slow
 async def test_a_body_is_gone_when_its_request_is() -> None:
     """And does not wait until garbage is collected, which is rare and costs everyone: enormous ones would pile up."""
     data = json.dumps(GOOD | {"prompt": [5] * 40_000}).encode()
