@@ -19,6 +19,7 @@ from jaxserve.flags import add_engine_flags, add_http_flags, add_model_flags, se
 
 if TYPE_CHECKING:
     from jaxserve.launch import Engine
+    from jaxserve.server.service import ServerParts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,18 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     recorded: list[tuple[Engine, RecordedRunner]] = []
     try:
         config = serve_config_from_args(args)
-        from jaxserve import launch
+        from jaxserve import launch, serving
         from jaxserve.server import app
-        from jaxserve.server.service import ServerParts
 
         def build() -> ServerParts:
             engine = launch.build_engine(config)
             runner = RecordedRunner(engine.runner)
             engine.core._runner = runner
             recorded.append((engine, runner))
-            return ServerParts(
-                core=engine.core, limits=engine.limits, tokenizer=engine.tokenizer, model_name=engine.model_name
-            )
+            return serving.parts_of(engine)
 
         code = app.serve(build, config.http)
     except JaxserveError as error:

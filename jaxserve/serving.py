@@ -29,22 +29,27 @@ def serve(config: ServeConfig) -> int:
         # The first who wants structured output would hold up everyone else for a second.
         engine = launch.build_engine(config, progress=_log_progress(), meanwhile=Constraints.prepare)
         logger.info("ready: %s on http://%s:%d", engine.model_name, config.http.host, config.http.port)
-        return ServerParts(
-            core=engine.core,
-            limits=engine.limits,
-            tokenizer=engine.tokenizer,
-            model_name=engine.model_name,
-            num_compiles=num_compiles,
-            constraints=engine.constraints,
-            sampling_defaults=engine.sampling_defaults,
-            adapters=engine.adapters,
-            adapter_source=engine.adapter_source,
-        )
+        return parts_of(engine)
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # JAX says at this level which accelerators it did not find.
     logging.getLogger("jax").setLevel(logging.WARNING)
     return app.serve(build, _with_state_dir(config.http))
+
+
+def parts_of(engine: launch.Engine) -> ServerParts:
+    """What a server takes over from its engine."""
+    return ServerParts(
+        core=engine.core,
+        limits=engine.limits,
+        tokenizer=engine.tokenizer,
+        model_name=engine.model_name,
+        num_compiles=num_compiles,
+        constraints=engine.constraints,
+        sampling_defaults=engine.sampling_defaults,
+        adapters=engine.adapters,
+        adapter_source=engine.adapter_source,
+    )
 
 
 def _with_state_dir(http: HttpConfig) -> HttpConfig:

@@ -32,6 +32,7 @@ from jaxserve.launch import Engine, build_engine
 from jaxserve.server.access import SERVICE
 from jaxserve.server.app import Server, build_app
 from jaxserve.server.service import ServerParts
+from jaxserve.serving import parts_of
 from tests.engine.tiny_tokenizers import CHATML, byte_level_library
 from tests.references.load import load_tiny, write_hf_directory
 
@@ -246,16 +247,8 @@ async def serve_and_ask(engine: Engine) -> Remains:
     rng = random.Random(0)
     tasks_before = asyncio.all_tasks()
     loading: asyncio.Future[ServerParts] = asyncio.get_running_loop().create_future()
-    loading.set_result(
-        ServerParts(
-            core=engine.core,
-            limits=engine.limits,
-            tokenizer=engine.tokenizer,
-            model_name=engine.model_name,
-            num_compiles=lambda: engine.runner.compiles_since_ready,
-            constraints=engine.constraints,
-        )
-    )
+    parts = dataclasses.replace(parts_of(engine), num_compiles=lambda: engine.runner.compiles_since_ready)
+    loading.set_result(parts)
     config = HttpConfig(port=0, max_queue_tokens=1_000_000)
     app = build_app(loading, config)
     server = Server(app, config)

@@ -78,7 +78,7 @@ def work_of(plan: StepPlan, bucket_for: BucketFor) -> StepWork:
     bucket = bucket_for(num_single, chunk_tokens, num_chunks)
     if not bucket.chunk_tokens:  # there each token of a longer row attends by itself
         return StepWork(bucket.num_tokens, False, len(plan.rows), 0, context + products, 0, 0)
-    return StepWork(bucket.num_tokens, bucket.chunk_tokens > 0, len(plan.rows), num_chunks, context, chunk_context, products)
+    return StepWork(bucket.num_tokens, True, len(plan.rows), num_chunks, context, chunk_context, products)
 
 
 class StepCost(Protocol):

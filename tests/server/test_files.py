@@ -8,6 +8,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -210,56 +211,56 @@ async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
                 await asyncio.sleep(0.002)
 
 
+@dataclass(frozen=True)
+class Outlived:
+    """When work in a thread began, which does not go on before it is given up, and when it was done."""
+
+    began: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+def outliving(monkeypatch: pytest.MonkeyPatch, kind: type, work: str, end: str) -> Outlived:
+    """Have the method `work` of `kind` go on only after its method `end`, as in a thread that outlives who waited for it."""
+    outlived, given_up = Outlived(), threading.Event()
+    do, give_up = getattr(kind, work), getattr(kind, end)
+
+    def late(self: Any, *args: Any) -> None:
+        outlived.began.set()
+        assert given_up.wait(10)
+        do(self, *args)
+        outlived.done.set()
+
+    def tell(self: Any) -> None:
+        give_up(self)
+        given_up.set()
+
+    monkeypatch.setattr(kind, work, late)
+    monkeypatch.setattr(kind, end, tell)
+    return outlived
+
+
 async def test_an_upload_given_up_before_its_first_write_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, abort = Upload.write, Upload.abort
-    writing, given_up, written = threading.Event(), threading.Event(), threading.Event()
-
-    def slow_write(upload: Upload, chunk: bytes) -> None:
-        writing.set()
-        assert given_up.wait(10)
-        write(upload, chunk)
-        written.set()
-
-    def tell(upload: Upload) -> None:
-        abort(upload)
-        given_up.set()
-
-    monkeypatch.setattr(Upload, "write", slow_write)
-    monkeypatch.setattr(Upload, "abort", tell)
+    writing = outliving(monkeypatch, Upload, "write", "abort")
     async with batching(tmp_path) as server:
         sending = asyncio.create_task(server.upload(b"x" * 1000))
-        assert await asyncio.to_thread(writing.wait, 10)
+        assert await asyncio.to_thread(writing.began.wait, 10)
         sending.cancel()
-        assert await asyncio.to_thread(written.wait, 10)
+        assert await asyncio.to_thread(writing.done.wait, 10)
         assert left_over(tmp_path) == []
 
 
 async def test_a_content_given_up_before_it_is_open_leaves_nothing_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_, close = Download.open, Download.close
-    opening, given_up, opened = threading.Event(), threading.Event(), threading.Event()
-
-    def slow_open(content: Download) -> None:
-        opening.set()
-        assert given_up.wait(10)
-        open_(content)
-        opened.set()
-
-    def tell(content: Download) -> None:
-        close(content)
-        given_up.set()
-
-    monkeypatch.setattr(Download, "open", slow_open)
-    monkeypatch.setattr(Download, "close", tell)
+    opening = outliving(monkeypatch, Download, "open", "close")
     async with batching(tmp_path) as server:
         file = await server.upload(b"x" * 1000)
         reading = asyncio.create_task(server.client.files.content(file.id))
-        assert await asyncio.to_thread(opening.wait, 10)
+        assert await asyncio.to_thread(opening.began.wait, 10)
         reading.cancel()
-        assert await asyncio.to_thread(opened.wait, 10)
+        assert await asyncio.to_thread(opening.done.wait, 10)
         assert file.id not in {os.path.basename(path) for path in open_paths()}
 
 
