@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from bench import ours, served
-from bench.costs import origin_of
+from bench.costs import kv_bytes_per_token, origin_of
 from bench.step_log import read_log
 from jaxserve.config import ServeConfig
 from jaxserve.device.buckets import choose_bucket, enumerate_buckets
@@ -97,9 +97,8 @@ def _measure_bare(args: argparse.Namespace, config: ServeConfig) -> tuple[Fitted
     runner = cast(Runner, engine.runner)
     points, samples = measure(runner, rounds=args.rounds, quantile=args.quantile, progress=partial(ours.tenths(), "measure"))
     cost = fit_cost(samples)
-    limits = runner.limits
-    kv_bytes_per_token = engine.runner.kv_bytes / (limits.num_pages * limits.page_size)
-    origin = replace(origin_of(config.model, cost, samples, kv_bytes_per_token), window=limits.window or 0)
+    origin = origin_of(config.model, cost, samples, kv_bytes_per_token(engine.runner.kv_bytes, runner.limits))
+    origin = replace(origin, window=runner.limits.window or 0)
     return cost, origin, f"; the worst:\n{worst(points, samples, cost, 5)}"
 
 

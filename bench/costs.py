@@ -12,6 +12,12 @@ from bench.report import environment
 from jaxserve.host.cost import FittedCost
 from jaxserve.host.cost_file import CostOrigin
 from jaxserve.host.fit import Sample, relative_errors
+from jaxserve.plan import RunnerLimits
+
+
+def kv_bytes_per_token(kv_bytes: int, limits: RunnerLimits) -> float:
+    """K and V of one position in all layers, of pools that take `kv_bytes`."""
+    return kv_bytes / (limits.num_pages * limits.page_size)
 
 
 def origin_of(model: str, cost: FittedCost, samples: Sequence[Sample], kv_bytes_per_token: float) -> CostOrigin:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.costs import kv_bytes_per_token
 from bench.step_log import RecordedRunner, StepLog
 from jaxserve.device.buckets import choose_bucket
 from jaxserve.errors import JaxserveError
@@ -51,11 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def log_of(engine: Engine, runner: RecordedRunner) -> StepLog:
     """What was noted of an engine."""
-    limits = engine.runner.limits
     return StepLog(
         steps=runner.steps(partial(choose_bucket, engine.runner.buckets)),
-        kv_bytes_per_token=engine.runner.kv_bytes / (limits.num_pages * limits.page_size),
-        window=limits.window or 0,
+        kv_bytes_per_token=kv_bytes_per_token(engine.runner.kv_bytes, engine.runner.limits),
+        window=engine.runner.limits.window or 0,
     )
 
 

@@ -33,7 +33,7 @@ from jaxserve.engine.text import ChatRules, Tokenizer
 from jaxserve.engine.tiering import build_tier
 from jaxserve.errors import ModelLoadError
 from jaxserve.host.jump import JumpForward
-from jaxserve.host.prefix import PrefixTree, cost_aware
+from jaxserve.host.prefix import PrefixTree, make_tree
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import model_config_from_hf
@@ -175,13 +175,9 @@ def _build_core(engine: EngineConfig, runner: DeviceRunner, model_config: ModelC
 
 def prefix_tree(engine: EngineConfig, model: ModelConfig) -> PrefixTree | None:
     """An empty tree for the scheduler, as `engine` wants it."""
-    if not engine.prefix_cache:
-        return None
-    if engine.eviction == "lru":
-        return PrefixTree(engine.page_size)
     # A token costs two operations a weight, and with each token before it two for the score and two for the sum.
     width = model.num_heads * model.head_dim
-    return PrefixTree(engine.page_size, cost_aware(model.active_weights / (2 * width) / engine.page_size))
+    return make_tree(engine, lambda: model.active_weights / (2 * width))
 
 
 def _with_end_of_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -23,7 +23,7 @@ from jaxserve.host.admission import Admission, cap_output
 from jaxserve.host.cost import BucketFor, StepCost, StepWork
 from jaxserve.host.cost_file import CostOrigin
 from jaxserve.host.pace import Pacer
-from jaxserve.host.prefix import PrefixTree, cost_aware
+from jaxserve.host.prefix import make_tree
 from jaxserve.host.scheduler import Scheduler
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import Request, SamplingParams, TokenEvent
@@ -92,16 +92,6 @@ def limits_of(setting: Setting) -> RunnerLimits:
     return replace(limits, num_pages=max(2, min(limits.num_pages, engine.max_seqs * limits.pages_for(max_context))))
 
 
-def prefix_tree(setting: Setting) -> PrefixTree | None:
-    """An empty tree, as the server would have it."""
-    engine = setting.config.engine
-    if not engine.prefix_cache:
-        return None
-    if engine.eviction == "lru":
-        return PrefixTree(engine.page_size)
-    return PrefixTree(engine.page_size, cost_aware(tokens_of_equal_cost(setting.cost) / engine.page_size))
-
-
 def tokens_of_equal_cost(cost: StepCost) -> float:
     """Tokens before a token at which its attention costs as much as all else of it; infinite where attention costs nothing."""
     many = StepWork(MANY, True, 1, 1, 0, 0, 0)
@@ -143,7 +133,7 @@ class Replica:
             prefill_chunk=engine.prefill_chunk,
             seed=0,
             clock=self.clock,
-            prefixes=prefix_tree(setting),
+            prefixes=make_tree(engine, partial(tokens_of_equal_cost, setting.cost)),
             pacer=pacer,
         )
         self.core = EngineCore(

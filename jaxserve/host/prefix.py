@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
+from jaxserve.config import EngineConfig
 from jaxserve.request import Sequence
 
 
@@ -307,3 +308,17 @@ def take_waiters(node: Node) -> list[Sequence]:
     """Those that wait for `node`, which then do not."""
     waiters, node.waiters = node.waiters, []
     return waiters
+
+
+def make_tree(engine: EngineConfig, tokens_of_equal_cost: Callable[[], float]) -> PrefixTree | None:
+    """An empty tree for the scheduler, as `engine` wants it.
+
+    Args:
+        tokens_of_equal_cost: tokens before a token at which its attention costs as much as all else of it; asked for where
+            pages are evicted by their cost.
+    """
+    if not engine.prefix_cache:
+        return None
+    if engine.eviction == "lru":
+        return PrefixTree(engine.page_size)
+    return PrefixTree(engine.page_size, cost_aware(tokens_of_equal_cost() / engine.page_size))

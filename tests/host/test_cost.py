@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.host.cost import ChipCost, FittedCost, KindCost, StepWork, chunk_products, work_of
 from jaxserve.host.cost_file import CostOrigin, format_cost, parse_cost, read_cost
 from jaxserve.host.fit import Sample, fit_cost, non_negative_least_squares, relative_errors, spread_of
+from jaxserve.plan import StepPlan
 from tests.host.driver import Driver, make_limits
 
 DECODE = KindCost(places=(1, 8, 32), seconds=(0.010, 0.012, 0.020), per_row=1e-5, per_context=1e-6)
@@ -45,31 +47,32 @@ def test_everything_in_a_step_costs() -> None:
     assert COST.seconds(decodes) == pytest.approx(0.012 + 3e-5 + 1e-3)
 
 
+def plan_beside_a_decode(driver: Driver, decoding: int, num_prompt: int) -> StepPlan:
+    """A plan with a decode after a prompt of `decoding` tokens, and the first chunk of one of `num_prompt`."""
+    driver.add("one", decoding, max_tokens=9)
+    driver.step()
+    driver.add("other", num_prompt)
+    driver.plan()
+    return driver.in_flight[0][0]
+
+
 def test_work_of_a_plan_follows_its_bucket() -> None:
     driver = Driver(make_limits(num_pages=64, max_seqs=4, max_step_tokens=32), prefill_chunk=8)
     buckets = enumerate_buckets(driver.limits)
-    driver.add("short", 3, max_tokens=9)
-    driver.step()
-    driver.add("long", 12)
-    driver.plan()
-    plan = driver.in_flight[0][0]
+    plan = plan_beside_a_decode(driver, 3, 12)
     assert [row.count for row in plan.rows] == [1, 8]
-    work = work_of(plan, lambda single, tokens, rows: choose_bucket(buckets, single, tokens, rows))
     bucket = choose_bucket(buckets, 1, 8, 1)
-    assert work == StepWork(bucket.num_tokens, True, 2, 1, 4, 8, chunk_products(0, 8))
+    assert work_of(plan, partial(choose_bucket, buckets)) == StepWork(
+        bucket.num_tokens, True, 2, 1, 4, 8, chunk_products(0, 8)
+    )
 
 
 def test_a_short_chunk_in_a_program_for_decodes_is_as_many_of_them() -> None:
     driver = Driver(make_limits(num_pages=64, max_seqs=16, max_step_tokens=64), prefill_chunk=8)
     buckets = enumerate_buckets(driver.limits)
-    driver.add("one", 7, max_tokens=9)
-    driver.step()
-    driver.add("other", 5)
-    driver.plan()
-    plan = driver.in_flight[0][0]
+    plan = plan_beside_a_decode(driver, 7, 5)
     assert [row.count for row in plan.rows] == [1, 5]
-    work = work_of(plan, lambda single, tokens, rows: choose_bucket(buckets, single, tokens, rows))
-    assert work == StepWork(8, False, 2, 0, 8 + sum(range(1, 6)), 0, 0)
+    assert work_of(plan, partial(choose_bucket, buckets)) == StepWork(8, False, 2, 0, 8 + sum(range(1, 6)), 0, 0)
 
 
 def test_what_two_sizes_have_alike_is_not_believed_of_a_larger_one() -> None:
