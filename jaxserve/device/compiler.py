@@ -27,9 +27,15 @@ ONEDNN_DECODES = (8, 32)
 
 Options = dict[str, str | bool | int]
 
-_CPU: Options = {"xla_backend_optimization_level": 1, "xla_cpu_enable_fast_math": True}
+_CPU: Options = {
+    "xla_backend_optimization_level": 1,
+    "xla_cpu_enable_fast_math": True,
+    "xla_cpu_prefer_vector_width": 512,
+}
 """LLVM's level 1 compiles a fifth faster than the default, and the steps ran no slower. Fast math, of which XLA keeps NaN,
-infinities, division and functions exact unless told otherwise, lets LLVM reorder sums and so vectorise decode attention."""
+infinities, division and functions exact unless told otherwise, lets LLVM reorder sums and so vectorise decode attention. Vectors
+of 512 bits, where the processor has them, read memory in half the instructions of XLA's 256, so that more reads are under way
+at once: 4 to 9% of a step."""
 
 _ONEDNN: Options = {
     **_CPU,

