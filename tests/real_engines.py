@@ -81,7 +81,7 @@ def tiny_runner(
 @contextmanager
 def unoptimised() -> Iterator[None]:
     """Runners that are made meanwhile have steps that compile in half the time, and run slower."""
-    with patch.object(runner_module, "step_options", lambda bucket: dict(UNOPTIMISED)):
+    with patch.object(runner_module, "step_options", lambda bucket, dtype: dict(UNOPTIMISED)):
         yield
 
 

@@ -213,7 +213,9 @@ class DeviceRunner:
         # Those that no cache can give take longest, so they start first; then the largest, which take most memory to compile,
         # while there is least of what has been compiled.
         order = sorted(
-            self._programs(), key=lambda p: (uses_onednn(p[0]), p[0].chunk_tokens > 0, p[0].num_tokens), reverse=True
+            self._programs(),
+            key=lambda p: (uses_onednn(p[0], self._dtype), p[0].chunk_tokens > 0, p[0].num_tokens),
+            reverse=True,
         )
         pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
         try:
@@ -347,7 +349,7 @@ class DeviceRunner:
         return self._compile_step(step, bucket, limits)
 
     def _compile_step(self, step: Callable[..., Any], bucket: Bucket, limits: RunnerLimits) -> Any:
-        return self._lower(step, bucket, limits).compile(compiler_options=step_options(bucket))
+        return self._lower(step, bucket, limits).compile(compiler_options=step_options(bucket, self._dtype))
 
     def _lower(self, step: Callable[..., Any], bucket: Bucket, limits: RunnerLimits) -> Any:
         params = lay_out(self.abstract_params, self._experts_impl)

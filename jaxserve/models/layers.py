@@ -19,9 +19,13 @@ AxisName = str | tuple[str, ...]
 """A mesh axis, or several as if they were one."""
 
 
+SUMMED_COLUMNS = 4
+"""On CPU, products of so many columns at most are sums in one loop, see `_product_by_sums`."""
+
+
 def linear(weights: Float[Array, "out in"], x: Float[Array, "in T"]) -> Float[Array, "out T"]:
     """`weights @ x`, accumulated in float32."""
-    if x.shape[1] == 1 and x.dtype == weights.dtype == jnp.float32 and weights.shape[0] % 2 == 0:
+    if x.shape[1] <= SUMMED_COLUMNS:
         return lax.platform_dependent(weights, x, cpu=_product_by_sums, default=_product)
     return _product(weights, x)
 
@@ -32,14 +36,19 @@ def _product(weights: Float[Array, "out in"], x: Float[Array, "in T"]) -> Float[
     ).astype(x.dtype)
 
 
-def _product_by_sums(weights: Float[Array, "out in"], x: Float[Array, "in 1"]) -> Float[Array, "out 1"]:
-    """A matrix-vector product as two sums side by side, one for each half of the rows. XLA's CPU compiler makes one loop of it
-    that reads weights 3 to 9% faster than what it makes of a product."""
-    halves = weights.reshape(2, -1, weights.shape[1]) * x[:, 0]
+def _product_by_sums(weights: Float[Array, "out in"], x: Float[Array, "in T"]) -> Float[Array, "out T"]:
+    """A product with few columns, as one reduction that has a sum for each: XLA's CPU compiler makes a loop of it that reads
+    the weights once and at the memory's speed, 0.9 of the time of a matrix-vector product and 0.7 of one with four columns."""
+    # Without the barrier it computes what `x` is made of again for each row.
+    columns = lax.optimization_barrier(x).astype(jnp.float32).T
+    wide = weights.astype(jnp.float32)
+    # One sum alone would go to a library that reads more slowly, so a single column is split by the weights' rows.
+    halves = wide.reshape(2, -1, wide.shape[1]) if len(columns) == 1 and not len(wide) % 2 else wide[None]
+    factors = [half * column for half in halves for column in columns]
     sums = lax.reduce(
-        [halves[0], halves[1]], [jnp.float32(0)] * 2, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,)
+        factors, [jnp.float32(0)] * len(factors), lambda a, b: [left + right for left, right in zip(a, b, strict=True)], (1,)
     )
-    return jnp.concatenate(sums)[:, None]
+    return (jnp.stack(sums, axis=1) if len(halves) == 1 else jnp.concatenate(sums)[:, None]).astype(x.dtype)
 
 
 def rms_norm(x: Float[Array, "*heads E T"], weight: Float[Array, " E"], epsilon: float) -> Float[Array, "*heads E T"]:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxserve.models.families import model_config_from_hf
-from jaxserve.models.layers import embed, linear, psum, rms_norm
+from jaxserve.models.layers import SUMMED_COLUMNS, embed, linear, psum, rms_norm
 from jaxserve.models.rope import rotary_frequencies, rotate, rotate_tokens_first
 from jaxserve.models.sharding import TENSOR, make_mesh
 from tests.references.load import load_tiny
@@ -70,6 +70,27 @@ def test_linear_accumulates_bfloat16_in_float32() -> None:
     found = linear(jnp.ones((2, 4096), jnp.bfloat16), jnp.ones((4096, 3), jnp.bfloat16))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found.astype(jnp.float32), np.full((2, 3), 4096))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_out", [1, 6, 7])
+@pytest.mark.parametrize("num_columns", [1, 2, SUMMED_COLUMNS, SUMMED_COLUMNS + 1])
+def test_linear(num_columns: int, num_out: int, dtype: str) -> None:
+    weights, x = normal(num_out, 100, dtype=dtype), normal(100, num_columns, dtype=dtype)
+    found = linear(weights, x)
+    assert found.dtype == dtype
+    expected = np.asarray(weights, np.float64) @ np.asarray(x, np.float64)
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=1e-6 if dtype == "float32" else 4e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_columns", [1, SUMMED_COLUMNS])
+def test_what_a_few_columns_are_made_of_is_computed_once(num_columns: int) -> None:
+    """And not again for each row of the weights."""
+    weights, x = normal(8, 64), normal(64, num_columns)
+    program = jax.jit(lambda weights, x: linear(weights, 2 * x)).lower(weights, x).compile().as_text()
+    assert program is not None
+    (sums,) = [computation for computation in program.split("\n\n") if " reduce(" in computation]
+    assert sums.count(" multiply(") == max(2, num_columns)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
