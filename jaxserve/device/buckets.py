@@ -49,11 +49,11 @@ def doubling(low: int, high: int) -> list[int]:
 def enumerate_buckets(limits: RunnerLimits) -> tuple[Bucket, ...]:
     """All buckets.
 
-    Decodes alone come in powers of two, but for 2 and 16, which cost nearly what 4 and 32 do. Steps with chunks come at the
-    full token budget, a quarter and a sixteenth of it, each with places for all decodes, since an empty place costs one column
-    of the products and no attention. (Without them a chunk of 128 tokens takes a fifth less time, one of 512 a twentieth; but
-    each bucket more costs a second of every start and up to 100 MB.) The largest holds `max_step_tokens` tokens in
-    `max_seqs` rows of either kind, so every plan has a bucket.
+    Decodes alone come in powers of two, but for 2 and 16, which would take an eighth less time than 4 and 32 at most. Steps
+    with chunks come at the full token budget, a quarter and a sixteenth of it, each with places for all decodes, since an
+    empty place costs one column of the products and no attention. (Without them a chunk of 128 tokens takes a fifth less
+    time, one of 512 a twentieth; but each bucket more costs a second of every start and up to 100 MB.) The largest holds
+    `max_step_tokens` tokens in `max_seqs` rows of either kind, so every plan has a bucket.
     """
     seqs, tokens = limits.max_seqs, limits.max_step_tokens
     decode_only = [Bucket(0, 0, size) for size in doubling(1, seqs) if size not in (2, 16) or size == seqs]

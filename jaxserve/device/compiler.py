@@ -1,11 +1,11 @@
 """Which of XLA's CPU libraries computes a step's products, chosen once at start-up.
 
-XLA's CPU compiler gives a product to YNNPACK, oneDNN or its own code. For matrix-vector products its own code, which the
-default options choose, reads weights at the speed of memory. For decodes of several sequences oneDNN is faster where jaxlib
-has it (0.85 of a step's time at 8 sequences, 0.92 at 32, on 2 AVX512 cores); for chunks it is slower, since the default
-computes reductions in YNNPACK too. A program with oneDNN in it cannot be kept in the persistent cache (jaxlib 0.12), which
-costs seconds at every start, so it is taken where it pays most. Products of bfloat16 it computes three times slower than the
-default does. Other platforms compile as they are.
+XLA's CPU compiler gives a product to YNNPACK, oneDNN or its own code. Steps of few tokens have sums instead, see
+`models.layers.linear`. For decodes of several sequences oneDNN is faster than the default where jaxlib has it (0.85 of a
+step's time at 8 sequences, 0.92 at 32, on 2 AVX512 cores); for chunks it is slower, since the default computes reductions in
+YNNPACK too. A program with oneDNN in it cannot be kept in the persistent cache (jaxlib 0.12), which costs seconds at every
+start, so it is taken where it pays most. Products of bfloat16 it computes three times slower than the default does. Other
+platforms compile as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CPU: Options = {
 """LLVM's level 1 compiles a fifth faster than the default, and the steps ran no slower. Fast math, of which XLA keeps NaN,
 infinities, division and functions exact unless told otherwise, lets LLVM reorder sums and so vectorise decode attention. With
 vectors of 512 bits, where the processor has them, half the instructions of XLA's 256 read as much, so that more reads are
-under way at once: 4 to 9% of a step."""
+under way at once: 2 to 6% of a step."""
 
 _ONEDNN: Options = {
     **_CPU,
