@@ -35,11 +35,14 @@ class TensorSource:
             arrays that hold something else once it has returned; it may return a view of one.
         shapes: what the tensors' shapes must be, one for each name. None means the parameter's own shape without a
             transform, and is not checked before loading with one.
+        finish: makes what is kept of the parameter once it is on its devices, where that is something else. Runs for one
+            parameter after the other.
     """
 
     names: tuple[str, ...]
     transform: Callable[[list[np.ndarray]], np.ndarray] | None = None
     shapes: tuple[tuple[int, ...], ...] | None = None
+    finish: Callable[[jax.Array], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.transform is None and len(self.names) != 1:
@@ -76,7 +79,7 @@ def load_tree(
         progress: called with bytes of parameters done and in all, after each parameter.
 
     Returns:
-        A pytree of committed `jax.Array`s like `abstract_tree`.
+        A pytree of committed `jax.Array`s like `abstract_tree`, or what their sources make of these.
 
     Raises:
         CheckpointError: tensors are missing, surplus or of another shape or kind, all of them listed, before anything is
@@ -87,9 +90,11 @@ def load_tree(
     _check(checkpoint, leaves, ignore)
     total = sum(_nbytes(leaf.target) for leaf in leaves)
     done = 0
-    arrays: list[jax.Array | None] = [None] * len(leaves)
+    arrays: list[Any] = [None] * len(leaves)
     for index, array in _stream(checkpoint, leaves):
-        arrays[index] = array
+        finish = leaves[index].source.finish
+        arrays[index] = array if finish is None else finish(array)
+        del array
         done += _nbytes(leaves[index].target)
         if progress is not None:
             progress(done, total)

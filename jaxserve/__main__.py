@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxserve import __version__
+from jaxserve.config import DTYPES, KV_DTYPES, WEIGHT_DTYPES, EngineConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.flags import add_engine_flags, add_http_flags, add_model_flags, serve_config_from_args
 
@@ -90,10 +91,8 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     inspect.add_argument("model", metavar="MODEL", help="as of serve --model; of hf:ORG/NAME only the small files are fetched")
     inspect.add_argument("--device", choices=DEVICES, help="kind of device; default: the fewest devices of each kind")
-    inspect.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="as of serve")
-    inspect.add_argument(
-        "--kv-dtype", choices=("auto", "float32", "bfloat16", "int8", "fp8"), default="auto", help="as of serve"
-    )
+    for flag, choices in (("--dtype", DTYPES), ("--weight-dtype", WEIGHT_DTYPES), ("--kv-dtype", KV_DTYPES)):
+        inspect.add_argument(flag, choices=choices, default="auto", help="as of serve")
     inspect.add_argument("--tensor-parallel", type=int, metavar="N", help="devices that share each layer; default: several")
     inspect.add_argument(
         "--expert-parallel",
@@ -121,7 +120,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
     found = inspect_model.inspect(args.model)
     split = args.tensor_parallel, args.expert_parallel
-    fits = inspect_model.fits(found.config, DEVICES, args.device, *split, dtype=args.dtype, kv_dtype=args.kv_dtype)
+    engine = EngineConfig(dtype=args.dtype, weight_dtype=args.weight_dtype, kv_dtype=args.kv_dtype)
+    fits = inspect_model.fits(found.config, DEVICES, args.device, *split, engine=engine)
     if args.json:
         print(inspect_report.as_json(found, fits))
         return 0

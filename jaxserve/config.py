@@ -10,6 +10,22 @@ from dataclasses import dataclass, field
 
 from jaxserve.errors import ConfigError
 
+IMPLEMENTATIONS = ("auto", "xla", "tpu", "gpu", "reference")
+DTYPES = ("auto", "float32", "bfloat16")
+WEIGHT_DTYPES = ("auto", "int8", "int4")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": DTYPES,
+    "weight_dtype": WEIGHT_DTYPES,
+    "activation_dtype": ("auto", "int8"),
+    "kv_dtype": KV_DTYPES,
+    "attention": IMPLEMENTATIONS,
+    "quant_matmul": IMPLEMENTATIONS,
+    "eviction": ("lru", "cost"),
+}
+"""What settings of `EngineConfig` may be that are names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -17,6 +33,11 @@ class EngineConfig:
 
     Attributes:
         dtype: "float32" or "bfloat16": weights, activations and KV; "auto" is float32 on CPU, bfloat16 elsewhere.
+        weight_dtype: "int8" or "int4": matrices are rounded to so many bits when they are loaded, and multiplied as they are,
+            in a half or a third of the memory of bfloat16; which changes the tokens that come out. "auto" keeps `dtype`. With
+            int4, embeddings and the head are in int8.
+        activation_dtype: "int8": products with such matrices take activations in eight bits too, with a scale a token, which
+            is faster and changes tokens more than that of the weights; "auto" keeps them in `dtype`.
         kv_dtype: "float32", "bfloat16", "int8" or "fp8": what KV pages hold; "auto" is `dtype`. Eight bits hold twice or four
             times the tokens in the same memory, and change the tokens that come out.
         max_seqs: sequences that run at once.
@@ -35,6 +56,7 @@ class EngineConfig:
             the experts, and all share the rest of each layer.
         attention: "auto" takes the fastest implementation that is proven on the platform; "xla", "tpu", "gpu" or "reference"
             ask for one.
+        quant_matmul: the same of products with weights in eight or four bits.
         prefix_cache: keep the KV pages of prefixes that were computed, for requests that begin the same.
         eviction: which cached pages go first: "lru", those idle for longest, or "cost", which also keeps what is used often or
             costs most to compute again.
@@ -53,6 +75,8 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
+    weight_dtype: str = "auto"
+    activation_dtype: str = "auto"
     kv_dtype: str = "auto"
     max_seqs: int = 32
     max_step_tokens: int = 512
@@ -65,6 +89,7 @@ class EngineConfig:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     attention: str = "auto"
+    quant_matmul: str = "auto"
     prefix_cache: bool = True
     eviction: str = "lru"
     pin_prefix: str = ""
@@ -78,14 +103,10 @@ class EngineConfig:
     compile_cache: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(f"dtype must be auto, float32 or bfloat16, found {self.dtype!r}")
-        if self.kv_dtype not in ("auto", "float32", "bfloat16", "int8", "fp8"):
-            raise ConfigError(f"kv_dtype must be auto, float32, bfloat16, int8 or fp8, found {self.kv_dtype!r}")
-        if self.attention not in ("auto", "xla", "tpu", "gpu", "reference"):
-            raise ConfigError(f"attention must be auto, xla, tpu, gpu or reference, found {self.attention!r}")
-        if self.eviction not in ("lru", "cost"):
-            raise ConfigError(f"eviction must be lru or cost, found {self.eviction!r}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                raise ConfigError(f"{name} must be {known}, found {getattr(self, name)!r}")
         at_least_one = ("max_seqs", "max_step_tokens", "prefill_chunk", "page_size", "tensor_parallel", "expert_parallel")
         for name in (*at_least_one, "max_adapter_rank"):
             if getattr(self, name) < 1:

@@ -23,18 +23,20 @@ from checkpoints.sources import HUB_PREFIX, describe_from_hub
 from checkpoints.text_part import text_part
 from jaxserve.config import EngineConfig
 from jaxserve.device.abstract import pool_shape
+from jaxserve.device.build import choose_weight_form, kv_dtype_of, weight_bytes
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.params import ParamSpec, map_specs
-from jaxserve.models.sharding import DEVICES, MESH_AXES, check_splits, padded_shape
+from jaxserve.models.sharding import DEVICES, check_splits
 from jaxserve.sampling_defaults import sampling_defaults
 from jaxserve.weights import check_params, open_model
 from pallas_kernels.aot import TARGETS
 from pallas_kernels.paged_attention.choose import Shape, choose
 
 GIB = 2**30
-PAGE_SIZE = EngineConfig().page_size
+DEFAULTS = EngineConfig()
+PAGE_SIZE = DEFAULTS.page_size
 USABLE = 0.9
 """Of a device's memory: the rest is for programs, activations and what the platform keeps."""
 FIRST_CONTEXT = 2048
@@ -114,6 +116,7 @@ class Fit:
     devices: int
     expert_parallel: int
     dtype: str
+    weight_dtype: str
     kv_dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
@@ -239,35 +242,38 @@ def fit(
     tensor_parallel: int,
     expert_parallel: int = 1,
     *,
-    dtype: str = "auto",
-    kv_dtype: str = "auto",
+    engine: EngineConfig = DEFAULTS,
 ) -> Fit:
     """How a model fits on `tensor_parallel` times `expert_parallel` devices of a kind, by what the engine would place there.
 
     Args:
-        tensor_parallel, expert_parallel, dtype, kv_dtype: as `EngineConfig` has them.
+        tensor_parallel, expert_parallel: as `EngineConfig` has them.
+        engine: whose data types count.
 
     Raises:
-        ConfigError: experts are split, and the model has none.
+        ConfigError: experts are split, and the model has none; or its matrices cannot be kept so.
     """
     check_splits(config, expert_parallel)
     num_devices = tensor_parallel * expert_parallel
-    weights_in = _dtype(("float32" if chip.platform == "cpu" else "bfloat16") if dtype == "auto" else dtype)
-    kv_in = _dtype(weights_in.name if kv_dtype == "auto" else kv_dtype)
+    by_default = "float32" if chip.platform == "cpu" else "bfloat16"
+    floats = np.dtype(jnp.dtype(by_default if engine.dtype == "auto" else engine.dtype))
+    kv_in = kv_dtype_of(engine, floats)
     mesh = abstract_mesh(tensor_parallel, expert_parallel)
-    weight_bytes = sum(_bytes_of_device(spec, mesh, weights_in) for spec in _specs(config))
-    impl = _attention(config, chip, num_devices, weights_in, kv_in)
+    form = choose_weight_form(engine, config, chip.platform, chip.device_kind, floats)
+    of_weights = weight_bytes(config, mesh, floats, form)
+    impl = _attention(config, chip, num_devices, floats, kv_in)
     page_bytes = config.num_layers * math.prod(pool_shape(config, 1, PAGE_SIZE, mesh, impl)) * kv_in.itemsize
     num_memories = 1 if chip.platform == "cpu" else num_devices
-    kv_bytes = max(0, int(chip.memory * USABLE) * num_memories - weight_bytes * num_devices)
+    kv_bytes = max(0, int(chip.memory * USABLE) * num_memories - of_weights * num_devices)
     pages = kv_bytes // page_bytes
     return Fit(
         chip=chip.name,
         devices=num_devices,
         expert_parallel=expert_parallel,
-        dtype=weights_in.name,
+        dtype=floats.name,
+        weight_dtype=floats.name if form is None else engine.weight_dtype,
         kv_dtype="fp8" if kv_in.itemsize == 1 and kv_in != np.int8 else kv_in.name,
-        weight_bytes=weight_bytes,
+        weight_bytes=of_weights,
         kv_bytes_per_token=page_bytes // PAGE_SIZE,
         kv_bytes=kv_bytes,
         sequences={context: pages * config.num_layers // layer_pages(config, context) for context in contexts_of(config)},
@@ -281,15 +287,14 @@ def fits(
     tensor_parallel: int | None,
     expert_parallel: int = 1,
     *,
-    dtype: str = "auto",
-    kv_dtype: str = "auto",
+    engine: EngineConfig = DEFAULTS,
 ) -> list[Fit]:
     """Where a model fits: on some numbers of `chip`, else on the fewest of each of `chips`; or with `tensor_parallel` on them.
 
     Raises:
         ConfigError: as `fit`.
     """
-    on = partial(fit, config, dtype=dtype, kv_dtype=kv_dtype)
+    on = partial(fit, config, engine=engine)
     named = {name: CHIPS[name] if name in CHIPS else this_computer() for name in chips}
     if chip is not None:
         few = (1,) if chip == "cpu" else FEW
@@ -297,16 +302,14 @@ def fits(
         return [on(named[chip], number, expert_parallel) for number in numbers]
     if tensor_parallel is not None:
         return [on(each, tensor_parallel, expert_parallel) for each in named.values()]
-    return [smallest_fit(config, each, expert_parallel, dtype=dtype, kv_dtype=kv_dtype) for each in named.values()]
+    return [smallest_fit(config, each, expert_parallel, engine=engine) for each in named.values()]
 
 
-def smallest_fit(
-    config: ModelConfig, chip: Chip, expert_parallel: int = 1, *, dtype: str = "auto", kv_dtype: str = "auto"
-) -> Fit:
+def smallest_fit(config: ModelConfig, chip: Chip, expert_parallel: int = 1, *, engine: EngineConfig = DEFAULTS) -> Fit:
     """The fit on the fewest devices, `expert_parallel` times a power of two, that hold the weights and a short sequence."""
     tensor_parallel = 1
     while True:
-        found = fit(config, chip, tensor_parallel, expert_parallel, dtype=dtype, kv_dtype=kv_dtype)
+        found = fit(config, chip, tensor_parallel, expert_parallel, engine=engine)
         if found.sequences[contexts_of(config)[0]]:
             return found
         if 2 * found.devices > MAX_DEVICES or chip.platform == "cpu":
@@ -319,19 +322,6 @@ def layer_pages(config: ModelConfig, context: int) -> int:
     num_pages = -(-context // PAGE_SIZE)
     windows = [config.layer_window(layer) for layer in range(config.num_layers)]
     return sum(num_pages if window is None else min(num_pages, (window - 2) // PAGE_SIZE + 2) for window in windows)
-
-
-def _dtype(name: str) -> np.dtype:
-    return np.dtype(jnp.dtype({"fp8": "float8_e4m3fn"}.get(name, name)))
-
-
-def _bytes_of_device(spec: ParamSpec, mesh: AbstractMesh, dtype: np.dtype) -> int:
-    parts = 1
-    for axis in spec.axes:
-        axes = MESH_AXES[axis] or ()
-        parts *= math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
-    itemsize = np.dtype(jnp.dtype(spec.dtype or dtype)).itemsize
-    return math.prod(padded_shape(spec.shape, spec.axes, mesh)) // parts * itemsize
 
 
 def _attention(config: ModelConfig, chip: Chip, num_devices: int, dtype: np.dtype, kv_dtype: np.dtype) -> str:

@@ -134,7 +134,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _footnote(fits: Sequence[Fit]) -> str:
     kinds: dict[tuple[str, str], list[str]] = {}
     for fit in fits:
-        kinds.setdefault((fit.dtype, fit.kv_dtype), []).append(fit.chip)
+        kinds.setdefault((fit.weight_dtype, fit.kv_dtype), []).append(fit.chip)
     (dtype, kv_dtype), *_ = kinds
     others = "".join(f" ({', '.join(chips)}: {of[0]} and {of[1]})" for of, chips in list(kinds.items())[1:])
     return (

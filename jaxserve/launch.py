@@ -143,7 +143,7 @@ def _load(checkpoint: Checkpoint, engine: EngineConfig, report: Progress, meanwh
     constraints = Constraints(tokenizer, runner.limits.vocab_size, model_config.eos_token_ids)
 
     def load_weights() -> Weights:
-        params = load_params(checkpoint, model_config, mesh, dtype, partial(report, "load"))
+        params = load_params(checkpoint, model_config, mesh, dtype, partial(report, "load"), runner.weight_form)
         scales = find_kv_scales(engine, checkpoint, model_config, params, mesh, dtype)
         meanwhile(constraints)
         return Weights(params, scales)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ from jaxserve.device.kv_scales import measure_scales, scales_of_checkpoint
 from jaxserve.device.step import has_scales
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
-from jaxserve.models.params import ParamSpec, abstract_params, map_specs, pad_to
+from jaxserve.models.params import ParamSpec, map_specs, pad_to
+from jaxserve.models.quant import WeightForm, loaded_params, quantize
 from jaxserve.models.sharding import AnyMesh, padded_shape
 
 logger = logging.getLogger(__name__)
@@ -51,13 +53,21 @@ def load_params(
     mesh: Mesh,
     dtype: np.dtype,
     progress: Callable[[int, int], None] | None = None,
+    form: WeightForm | None = None,
 ) -> Any:
-    """Stream a checkpoint onto the mesh as the family's parameters."""
-    abstract, mapping, ignored = _params_wanted(model_config, mesh, dtype)
+    """Stream a checkpoint onto the mesh as the family's parameters; with `form`, each is quantised once it is there."""
+    finish = None if form is None else lambda spec, array: quantize(spec, array, mesh, form)
+    abstract, mapping, ignored = _params_wanted(model_config, mesh, dtype, form, finish)
     return load_tree(checkpoint, abstract, mapping, ignore=ignored, progress=progress)
 
 
-def _params_wanted(model_config: ModelConfig, mesh: AnyMesh, dtype: np.dtype) -> tuple[Any, Any, tuple[str, ...]]:
+def _params_wanted(
+    model_config: ModelConfig,
+    mesh: AnyMesh,
+    dtype: np.dtype,
+    form: WeightForm | None = None,
+    finish: Callable[[ParamSpec, jax.Array], Any] | None = None,
+) -> tuple[Any, Any, tuple[str, ...]]:
     """The abstract parameters, where each comes from, and patterns of tensors that nobody needs."""
     family = FAMILIES[model_config.family]
     specs = family.specs(model_config)
@@ -66,13 +76,14 @@ def _params_wanted(model_config: ModelConfig, mesh: AnyMesh, dtype: np.dtype) ->
         padded = padded_shape(spec.shape, spec.axes, mesh)
         names = tuple(name for name, _ in spec.tensors)
         shapes = tuple(shape for _, shape in spec.tensors)
+        last = None if finish is None else partial(finish, spec)
         if spec.build is None and padded == spec.shape:
-            return TensorSource(names, None, shapes)
+            return TensorSource(names, None, shapes, last)
         build = spec.build or (lambda tensors: tensors[0])
-        return TensorSource(names, lambda tensors: pad_to(build(tensors), padded), shapes)
+        return TensorSource(names, lambda tensors: pad_to(build(tensors), padded), shapes, last)
 
     ignored = family.ignored_tensors + (("lm_head.weight",) if model_config.tie_embeddings else ())
-    return abstract_params(specs, mesh, dtype), map_specs(source, specs), ignored
+    return loaded_params(specs, mesh, dtype, form), map_specs(source, specs), ignored
 
 
 def read_kv_scales(checkpoint: Checkpoint, model_config: ModelConfig, mesh: Mesh) -> jax.Array | None:

@@ -20,6 +20,7 @@ from pallas_kernels import grouped_matmul, kv_update, paged_attention, quant_mat
 from pallas_kernels.aot import TARGETS, Figures, Job, Target, compile_jobs, missing
 from pallas_kernels.paged_attention.choose import Shape, choose, is_hopper
 from pallas_kernels.paged_attention.options import choose_options
+from pallas_kernels.quant_matmul.choose import choose as choose_quant_matmul
 from pallas_kernels.tuned import default_folder
 
 EXAMPLE = Shape(
@@ -63,6 +64,10 @@ def _attention(platform: str, device_kind: str) -> tuple[str, str]:
     return choose(platform, device_kind, EXAMPLE)
 
 
+def _quant_matmul(platform: str, device_kind: str) -> tuple[str, str]:
+    return choose_quant_matmul(platform, device_kind, EXAMPLE.dtype)
+
+
 def _by_platform(implementations: Collection[str]) -> Callable[[str, str], tuple[str, str]]:
     """The platform's own implementation where a kernel has one."""
 
@@ -85,7 +90,7 @@ def _kernel(package: ModuleType, choose: Callable[[str, str], tuple[str, str]] |
 KERNELS = (
     _kernel(paged_attention, _attention, program="attention"),
     _kernel(kv_update),
-    _kernel(quant_matmul),
+    _kernel(quant_matmul, _quant_matmul),
     _kernel(grouped_matmul),
     _kernel(sample),
 )

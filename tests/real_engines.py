@@ -34,6 +34,7 @@ from jaxserve.host.tier import HostTier
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES, model_config_from_hf
 from jaxserve.models.params import ParamSpec, map_specs, random_params
+from jaxserve.models.quant import quantize_tree
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import Runner, RunnerLimits, StepHandle, StepPlan
 from jaxserve.request import FinishReason, Request, SamplingParams, TokenLogprobs
@@ -71,8 +72,9 @@ def tiny_runner(
     """
     mesh = make_mesh(engine.tensor_parallel, engine.expert_parallel)
     dtype = np.dtype(jnp.dtype(engine.dtype))
-    params = random_params(map_specs(_spread, FAMILIES[model.family].specs(model)), mesh, dtype, seed)
+    specs = map_specs(_spread, FAMILIES[model.family].specs(model))
     runner = build_runner(engine, model, mesh, dtype)
+    params = quantize_tree(specs, random_params(specs, mesh, dtype, seed), mesh, runner.weight_form)
     runner._buckets = buckets or runner._buckets
     runner.warm_up(lambda: Weights(params, _kv_scales(engine, model, params, mesh, dtype)))
     return runner
@@ -98,8 +100,8 @@ def checkpoint_runner(path: Path, engine: EngineConfig, buckets: tuple[Bucket, .
     dtype = np.dtype(jnp.dtype(engine.dtype))
     with open_checkpoint(path) as checkpoint:
         model = model_config_from_hf(checkpoint.config)
-        params = load_params(checkpoint, model, mesh, dtype)
-    runner = build_runner(engine, model, mesh, dtype)
+        runner = build_runner(engine, model, mesh, dtype)
+        params = load_params(checkpoint, model, mesh, dtype, None, runner.weight_form)
     runner._buckets = buckets
     runner.warm_up(lambda: Weights(params))
     return runner

@@ -32,11 +32,13 @@ class Step:
     chunk_tokens: int = 0
     kv_dtype: str = "bfloat16"
     expert_parallel: int = 1
+    weight_dtype: str = "auto"
 
     def __str__(self) -> str:
         kind = "chunk" if self.chunk_tokens else "decodes"
         mesh = f"tp{self.tensor_parallel}" + (f"ep{self.expert_parallel}" if self.expert_parallel > 1 else "")
-        return f"{self.target}-{self.model}-{mesh}-{self.impl}-{self.kv_dtype}-{kind}"
+        weights = "" if self.weight_dtype == "auto" else f"-{self.weight_dtype}"
+        return f"{self.target}-{self.model}{weights}-{mesh}-{self.impl}-{self.kv_dtype}-{kind}"
 
     @property
     def num_devices(self) -> int:
@@ -77,6 +79,14 @@ TOO_LARGE = (
     mixture("v5e", "tpu", 4),  # 14.2 GiB of weights and 1.5 of KV on each
 )
 
+QUANTISED = (
+    Step(target="v5e", model="8b", weight_dtype="int8", tensor_parallel=1, num_pages=1024),  # too large in bfloat16
+    Step(target="v6e", model="8b, 4 layers", weight_dtype="int4", tensor_parallel=4, num_pages=4096, chunk_tokens=512),
+    Step(target="h200", model="8b, 4 layers", weight_dtype="int4", tensor_parallel=1, num_pages=1024, impl="gpu"),
+    Step(target="h200", model="8b, 4 layers", weight_dtype="int8", tensor_parallel=8, num_pages=4096, impl="gpu"),
+    Step(target="h200", model="8b, 4 layers", weight_dtype="int8", tensor_parallel=1, num_pages=1024, impl="xla"),
+)
+
 FITTING = (
     *(step for step in steps("v5e", "tpu", "bfloat16") if step not in TOO_LARGE),
     *steps("v6e", "tpu", "int8"),
@@ -84,6 +94,7 @@ FITTING = (
     Step(target="h200", model="demo", tensor_parallel=1, num_pages=4096, impl="xla"),
     Step(target="v5e", model="gemma3", tensor_parallel=1, num_pages=2048, chunk_tokens=512),
     Step(target="h200", impl="gpu", model="gemma3", tensor_parallel=1, num_pages=2048, chunk_tokens=512),
+    *QUANTISED,
     mixture("v5e", "tpu", 8),
     mixture("v6e", "tpu", 4, chunk_tokens=512),
     mixture("v6e", "tpu", 8, model="30b-a3b, 6 layers"),
@@ -113,6 +124,7 @@ def as_job(step: Step) -> Job:
         chunk_tokens=step.chunk_tokens,
         kv_dtype=step.kv_dtype,
         expert_parallel=step.expert_parallel,
+        weight_dtype=step.weight_dtype,
     )
 
 

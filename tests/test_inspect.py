@@ -17,7 +17,8 @@ import pytest
 
 from checkpoints.convert import convert
 from jaxserve.__main__ import DEVICES, main
-from jaxserve.device.build import _weight_bytes
+from jaxserve.config import EngineConfig
+from jaxserve.device.build import weight_bytes
 from jaxserve.device.runner import page_bytes
 from jaxserve.inspect_model import CHIPS, fit, fits, inspect, layer_pages, smallest_fit, this_computer
 from jaxserve.inspect_report import count, fits_of_chips, size
@@ -52,16 +53,16 @@ OF_EXPERTS = TIED | {
 )
 def test_figures_are_what_the_engine_places(values: dict[str, Any], tensor_parallel: int, expert_parallel: int) -> None:
     config = model_config_from_hf(values)
-    found = fit(config, this_computer(), tensor_parallel, expert_parallel, kv_dtype="bfloat16")
+    found = fit(config, this_computer(), tensor_parallel, expert_parallel, engine=EngineConfig(kv_dtype="bfloat16"))
     mesh = make_mesh(tensor_parallel, expert_parallel)
     assert (found.devices, found.expert_parallel) == (mesh.size, expert_parallel)
-    assert found.weight_bytes == _weight_bytes(config, mesh, np.dtype(np.float32))
+    assert found.weight_bytes == weight_bytes(config, mesh, np.dtype(np.float32), None)
     assert found.kv_bytes_per_token * 64 == page_bytes(config, 64, mesh, np.dtype(jax.numpy.bfloat16))
 
 
 def test_eight_bits_hold_twice_as_much_and_a_large_model_does_not_fit() -> None:
     config = model_config_from_hf(TIED)
-    plain, small = (fit(config, CHIPS["h100"], 1, kv_dtype=kv_dtype) for kv_dtype in ("auto", "fp8"))
+    plain, small = (fit(config, CHIPS["h100"], 1, engine=EngineConfig(kv_dtype=kv_dtype)) for kv_dtype in ("auto", "fp8"))
     assert plain.kv_dtype == plain.dtype == "bfloat16"
     assert small.sequences[128] in (2 * plain.sequences[128], 2 * plain.sequences[128] + 1)
     huge = model_config_from_hf(TIED | {"hidden_size": 2**17, "intermediate_size": 2**19})

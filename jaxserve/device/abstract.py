@@ -28,7 +28,7 @@ from jaxserve.device.step import (
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.moe import lay_out
-from jaxserve.models.params import abstract_params
+from jaxserve.models.quant import WeightForm, held_params
 from jaxserve.models.sharding import AnyMesh, padded_shape
 from jaxserve.plan import RunnerLimits
 from pallas_kernels.paged_attention.choose import pool_dtype, pool_width
@@ -88,6 +88,7 @@ def abstract_step(
     kv_dtype: np.dtype | None = None,
     draw_impl: str = "xla",
     experts_impl: str = "xla",
+    weight_form: WeightForm | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The jitted step of one bucket and its abstract arguments; the second of them, the state, is donated.
 
@@ -96,9 +97,10 @@ def abstract_step(
         kv_dtype: of the KV pools; `dtype` where None.
         draw_impl: of sampling, as `choose_draw` has it.
         experts_impl: of the products of experts, as `grouped_matmul.choose` has it.
+        weight_form: how matrices are kept; None for `dtype`.
     """
     kv_dtype = dtype if kv_dtype is None else kv_dtype
-    params = lay_out(abstract_params(FAMILIES[config.family].specs(config), mesh, dtype), experts_impl)
+    params = lay_out(held_params(FAMILIES[config.family].specs(config), mesh, dtype, weight_form), experts_impl)
     state = abstract_state(config, limits, mesh, kv_dtype, attention_impl)
     upload = abstract_upload(bucket, limits, NamedSharding(mesh, PartitionSpec()))
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)

@@ -21,12 +21,14 @@ from jaxserve.device.runner import DeviceRunner, page_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
-from jaxserve.models.params import abstract_params
-from jaxserve.models.sharding import EXPERT, TENSOR, check_splits, padded_shape
+from jaxserve.models.quant import FORMS, WeightForm, held_params
+from jaxserve.models.sharding import EXPERT, TENSOR, AnyMesh, check_splits, padded_shape
 from jaxserve.plan import MIN_WINDOW, RunnerLimits, enough_local_pages
 from pallas_kernels.grouped_matmul.choose import choose as choose_grouped
 from pallas_kernels.paged_attention.choose import Shape, choose
 from pallas_kernels.paged_attention.options import choose_options
+from pallas_kernels.quant_matmul.choose import choose as choose_quant_matmul
+from pallas_kernels.quant_matmul.choose import options_for
 from pallas_kernels.tuned import default_folder
 
 logger = logging.getLogger(__name__)
@@ -61,11 +63,13 @@ def build_runner(engine: EngineConfig, model_config: ModelConfig, mesh: Mesh, dt
         max_adapters=engine.max_adapters,
         max_adapter_rank=engine.max_adapter_rank,
     )
-    weights = _weight_bytes(model_config, mesh, dtype) + adapters_bytes(model_config, limits, mesh, dtype)
+    device = mesh.devices.flat[0]
+    form = choose_weight_form(engine, model_config, device.platform, device.device_kind, dtype)
+    weights = weight_bytes(model_config, mesh, dtype, form) + adapters_bytes(model_config, limits, mesh, dtype)
     limits = _size_pools(engine, model_config, limits, mesh, weights, bytes_per_page)
     logger.info("mesh: %s; %s", dict(mesh.shape), limits)
     experts_impl = choose_experts_impl(model_config, mesh, dtype)
-    return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options, experts_impl)
+    return DeviceRunner(model_config, mesh, limits, dtype, kv_dtype, attention_impl, options, experts_impl, form)
 
 
 def choose_experts_impl(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> str:
@@ -85,6 +89,31 @@ def choose_experts_impl(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) 
     impl, reason = choose_grouped(device.platform, device.device_kind, shapes, dtype)
     logger.info("experts: %s, since %s", impl, reason)
     return impl
+
+
+def choose_weight_form(
+    engine: EngineConfig, model_config: ModelConfig, platform: str, device_kind: str, dtype: np.dtype
+) -> WeightForm | None:
+    """How matrices are kept; None for `dtype`.
+
+    Raises:
+        ConfigError: a form that this model or device cannot have.
+    """
+    if engine.weight_dtype == "auto":
+        for name in ("activation_dtype", "quant_matmul"):
+            if getattr(engine, name) != "auto":
+                raise ConfigError(f"{name} {getattr(engine, name)} needs a weight_dtype of int8 or int4, which is auto")
+        return None
+    if model_config.experts is not None:
+        raise ConfigError(f"weight_dtype {engine.weight_dtype} is for models without experts; take auto")
+    try:
+        impl, reason = choose_quant_matmul(platform, device_kind, dtype, engine.quant_matmul)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    logger.info("weights in %s, multiplied by: %s, since %s", engine.weight_dtype, impl, reason)
+    bits, group = FORMS[engine.weight_dtype]
+    rounds = engine.activation_dtype == "int8"
+    return WeightForm(bits, group, dtype.name, rounds, impl, tuple(options_for(impl, platform).items()))
 
 
 def widest_window(model_config: ModelConfig) -> int | None:
@@ -177,9 +206,9 @@ def _with_local_pages(
     return replace(limits, num_pages=pages, local_pages=local_pages, local_window=window)
 
 
-def _weight_bytes(model_config: ModelConfig, mesh: Mesh, dtype: np.dtype) -> int:
+def weight_bytes(model_config: ModelConfig, mesh: AnyMesh, dtype: np.dtype, form: WeightForm | None) -> int:
     """Bytes that the parameters take of each device."""
-    abstract = abstract_params(FAMILIES[model_config.family].specs(model_config), mesh, dtype)
+    abstract = held_params(FAMILIES[model_config.family].specs(model_config), mesh, dtype, form)
     leaves = jax.tree.leaves(abstract)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 

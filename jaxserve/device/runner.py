@@ -34,7 +34,7 @@ from jaxserve.device.step import DeviceState, StepOutput, jit_step, make_step, n
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.moe import lay_out
-from jaxserve.models.params import abstract_params
+from jaxserve.models.quant import WeightForm, held_params
 from jaxserve.plan import Masks, PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import TokenLogprobs
 
@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
 WARM_UP_TOKENS = 64
-"""Steps of more tokens are not run at warm-up: they would take as long as a prompt does."""
+"""Steps of more tokens are not run at warm-up, where they would take as long as a prompt does; but for those of weights in
+eight bits, of which the first run takes some seconds on CPU, since the library that multiplies them prepares itself then."""
 
 
 def page_bytes(config: ModelConfig, page_size: int, mesh: Mesh, dtype: np.dtype, attention_impl: str = "xla") -> int:
@@ -133,10 +134,11 @@ class DeviceRunner:
         kv_dtype: of the KV pools.
         attention_options: tuned ones, as `paged_attention.schedule` has them.
         experts_impl: of `grouped_matmul`, for models with experts.
+        weight_form: how matrices are kept; None for `dtype`.
 
     Attributes:
-        abstract_params: the tree of `jax.ShapeDtypeStruct` with shardings that the parameters are loaded into; the runner
-            then lays out experts as `experts_impl` wants them.
+        abstract_params: the tree of `jax.ShapeDtypeStruct` with shardings that the parameters come as, see `held_params`; the
+            runner then lays out experts as `experts_impl` wants them.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class DeviceRunner:
         attention_impl: str,
         attention_options: Mapping[str, int] | None = None,
         experts_impl: str = "xla",
+        weight_form: WeightForm | None = None,
     ) -> None:
         compile_counter.start_counting()
         self._config = config
@@ -157,12 +160,14 @@ class DeviceRunner:
         # A step in which no row has an adapter runs the program of a runner without any.
         self._plain_limits = dataclasses.replace(limits, max_adapters=0, max_adapter_rank=0)
         self._dtype = dtype
+        self.weight_form = weight_form
+        self._product_dtype = dtype if weight_form is None else np.dtype(np.int8)
         self.attention_impl = attention_impl
         self._attention_options = attention_options
         self._experts_impl = experts_impl
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._kv_dtype = kv_dtype
-        self.abstract_params = abstract_params(FAMILIES[config.family].specs(config), mesh, dtype)
+        self.abstract_params = held_params(FAMILIES[config.family].specs(config), mesh, dtype, weight_form)
         self._abstract_state = abstract_state(config, limits, mesh, kv_dtype, attention_impl)
         self._params: Any = None
         self._state: DeviceState
@@ -214,7 +219,7 @@ class DeviceRunner:
         # while there is least of what has been compiled.
         order = sorted(
             self._programs(),
-            key=lambda p: (uses_onednn(p[0], self._dtype), p[0].chunk_tokens > 0, p[0].num_tokens),
+            key=lambda p: (uses_onednn(p[0], self._product_dtype), p[0].chunk_tokens > 0, p[0].num_tokens),
             reverse=True,
         )
         pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
@@ -241,7 +246,7 @@ class DeviceRunner:
             pool.shutdown(wait=False, cancel_futures=True)
         self._params, self._state = lay_out(weights.params, self._experts_impl), self._empty_state(weights.kv_scales)
         for bucket, limits in self._programs():
-            if bucket.num_tokens <= WARM_UP_TOKENS:
+            if bucket.num_tokens <= WARM_UP_TOKENS or self.weight_form is not None:
                 plan = StepPlan(-1, ())
                 output = self._dispatch(bucket, limits, pack(plan, bucket, limits)[0])
                 self._constrain(plan, [], output, ()).sampled.block_until_ready()
@@ -349,7 +354,7 @@ class DeviceRunner:
         return self._compile_step(step, bucket, limits)
 
     def _compile_step(self, step: Callable[..., Any], bucket: Bucket, limits: RunnerLimits) -> Any:
-        return self._lower(step, bucket, limits).compile(compiler_options=step_options(bucket, self._dtype))
+        return self._lower(step, bucket, limits).compile(compiler_options=step_options(bucket, self._product_dtype))
 
     def _lower(self, step: Callable[..., Any], bucket: Bucket, limits: RunnerLimits) -> Any:
         params = lay_out(self.abstract_params, self._experts_impl)

@@ -154,9 +154,8 @@ def _attention(
     config: ModelConfig,
     impl: str,
 ) -> tuple[Float[Array, "E T"], Num[Array, "P K B D2"]]:
-    heads, parts, dim, hidden = layer.qkv.shape
-    tokens = h.shape[1]
-    qkv = linear(layer.qkv.reshape(-1, hidden), h).reshape(heads, parts, dim, tokens)
+    parts, dim, tokens = config.num_heads // config.num_kv_heads + 2, config.head_dim, h.shape[1]
+    qkv = linear(layer.qkv, h).reshape(-1, parts, dim, tokens)  # [K, G+2, D, T]
     if adapters is not None:
         qkv = add_qkv(qkv, h, adapters)
     if layer.qkv_bias is not None:
@@ -191,7 +190,7 @@ def _attention(
     )
     # With the barrier the product finds its operand as it wants it; without, oneDNN transposes it at half the speed.
     attended = jax.lax.optimization_barrier(attended.reshape(tokens, -1).T)
-    out = linear(layer.output.reshape(hidden, -1), attended)
+    out = linear(layer.output, attended)
     if adapters is not None:
         out = add_output(out, attended, adapters)
     out = psum(out, DEVICES)
@@ -247,8 +246,7 @@ def _mlp_or_experts(
 
 def _mlp(layer: Mlp, h: Float[Array, "E T"], config: ModelConfig, adapters: TokenAdapters | None) -> Float[Array, "E T"]:
     """This device's share of what the MLP makes, less the last bias."""
-    mlp = layer.down.shape[1]
-    gate_up = linear(layer.gate_up.reshape(2 * mlp, -1), h).reshape(2, mlp, -1)
+    gate_up = linear(layer.gate_up, h).reshape(2, -1, h.shape[1])
     if adapters is not None:
         gate_up = add_gate_up(gate_up, h, adapters)
     if layer.gate_up_bias is not None:

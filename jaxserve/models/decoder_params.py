@@ -112,10 +112,12 @@ def specs(config: ModelConfig, names: TensorNames) -> DecoderParams:
     table = (config.vocab_size, hidden)
     layers = tuple(_LayerSpecs(config, names, f"model.layers.{index}.").layer(index) for index in range(config.num_layers))
     fields: dict[str, Any] = {
-        "embedding": ParamSpec(table, ("vocab", "embed"), (("model.embed_tokens.weight", table),)),
+        "embedding": ParamSpec(table, ("vocab", "embed"), (("model.embed_tokens.weight", table),), inputs=1),
         "layers": layers,
         "final_norm": _norm((hidden,), ("embed",), (("model.norm.weight", (hidden,)),), config.norm_offset),
-        "lm_head": None if config.tie_embeddings else ParamSpec(table, ("vocab", "embed"), (("lm_head.weight", table),)),
+        "lm_head": None
+        if config.tie_embeddings
+        else ParamSpec(table, ("vocab", "embed"), (("lm_head.weight", table),), inputs=1),
     }
     return DecoderParams(**fields)
 
@@ -160,7 +162,11 @@ class _LayerSpecs:
         fields: dict[str, Any] = {
             "norms": _norm((len(norms), hidden), ("norms_of_layer", "embed"), norms, config.norm_offset),
             "qkv": ParamSpec(
-                (heads, group + 2, dim, hidden), (*HEAD_AXES, "embed"), self._weights(names.qkv, widths, hidden), by_head
+                (heads, group + 2, dim, hidden),
+                (*HEAD_AXES, "embed"),
+                self._weights(names.qkv, widths, hidden),
+                by_head,
+                inputs=1,
             ),
             "qkv_bias": None,
             "query_key_norms": None,
@@ -170,6 +176,7 @@ class _LayerSpecs:
                 ("embed", *HEAD_AXES),
                 self._weights((names.output,), [hidden], wide),
                 lambda parts: parts[0].reshape(hidden, heads, group, dim),
+                inputs=3,
             ),
             "output_bias": self._bias(names.output, config.output_bias),
             "mlp": self.experts(config.experts) if config.experts and config.has_experts(index) else self.mlp(),
@@ -203,9 +210,10 @@ class _LayerSpecs:
                 ("gate_and_up", "mlp", "embed"),
                 self._weights(gate_up, widths, hidden),
                 side_by_side,
+                inputs=1,
             ),
             "gate_up_bias": None,
-            "down": ParamSpec((hidden, mlp), ("embed", "mlp"), self._weights((down,), [hidden], mlp)),
+            "down": ParamSpec((hidden, mlp), ("embed", "mlp"), self._weights((down,), [hidden], mlp), inputs=1),
             "down_bias": self._bias(down, has_bias),
         }
         if has_bias:

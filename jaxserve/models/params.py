@@ -29,6 +29,8 @@ class ParamSpec:
         build: makes the logical array of those tensors, in that order; None takes the only one as it is.
         scale: standard deviation of the random initialisation; 0 gives ones, as norms start.
         dtype: on the device; None for the model's.
+        inputs: last axes that a product sums over, of a matrix that `layers.linear` takes, which may be kept in eight or four
+            bits; 0 for anything else.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class ParamSpec:
     build: Callable[[list[np.ndarray]], np.ndarray] | None = None
     scale: float = 0.02
     dtype: str | None = None
+    inputs: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)

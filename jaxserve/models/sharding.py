@@ -88,9 +88,15 @@ def padded_shape(shape: tuple[int, ...], axes: tuple[str, ...], mesh: AnyMesh) -
     logits of padded vocabulary rows are cut off; no token is sent to a padded expert.
     """
 
-    def round_up(size: int, axis: str) -> int:
-        mesh_axes = MESH_AXES[axis] or ()
-        parts = math.prod(mesh.shape[name] for name in ((mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes))
-        return -(-size // parts) * parts
+    return tuple(-(-size // parts) * parts for size, parts in zip(shape, _num_parts(axes, mesh), strict=True))
 
-    return tuple(round_up(size, axis) for size, axis in zip(shape, axes, strict=True))
+
+def local_shape(shape: tuple[int, ...], axes: tuple[str, ...], mesh: AnyMesh) -> tuple[int, ...]:
+    """What one device has of `padded_shape`."""
+    return tuple(-(-size // parts) for size, parts in zip(shape, _num_parts(axes, mesh), strict=True))
+
+
+def _num_parts(axes: tuple[str, ...], mesh: AnyMesh) -> list[int]:
+    """Into how many parts the mesh splits each axis."""
+    named = [MESH_AXES[axis] or () for axis in axes]
+    return [math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)) for names in named]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.late import late
 from pallas_kernels.quant_matmul import reference, xla
@@ -31,24 +31,26 @@ __all__ = [
     "quant_matmul",
     "quantize_activations",
     "quantize_weights",
+    "take_rows",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """A `lay_out` and the `quant_matmul` that reads it, with the signatures of this module less `impl`."""
+    """A `lay_out`, and the `quant_matmul` and `take_rows` that read it, with the signatures of this module less `impl`."""
 
     lay_out: Callable[..., Any]
     quant_matmul: Callable[..., Any]
+    take_rows: Callable[..., Any]
 
 
 def _kernel(name: str) -> Implementation:
-    return Implementation(late(f"{__name__}.{name}", "lay_out"), late(f"{__name__}.{name}", "quant_matmul"))
+    return Implementation(*(late(f"{__name__}.{name}", function) for function in ("lay_out", "quant_matmul", "take_rows")))
 
 
 IMPLEMENTATIONS = {
-    "reference": Implementation(reference.lay_out, reference.quant_matmul),
-    "xla": Implementation(xla.lay_out, xla.quant_matmul),
+    "reference": Implementation(reference.lay_out, reference.quant_matmul, reference.take_rows),
+    "xla": Implementation(xla.lay_out, xla.quant_matmul, xla.take_rows),
     "tpu": _kernel("tpu"),
     "gpu": _kernel("gpu"),
 }
@@ -91,3 +93,16 @@ def quant_matmul(x: Float[Array, "in T"] | QuantActivations, weights: Any, *, im
         The product in the dtype of `x`, or what `x` was before it was quantised.
     """
     return _implementation(impl).quant_matmul(x, weights)
+
+
+def take_rows(weights: Any, rows: Int[Array, " R"], *, impl: str) -> Float[Array, "R in"]:
+    """Some rows of the matrix in float32, as an embedding is looked up.
+
+    Args:
+        weights: what `lay_out` gave for the same `impl`, of 8 bits with a scale a row and no offsets.
+        rows: all of them there.
+
+    Raises:
+        ValueError: other weights.
+    """
+    return _implementation(impl).take_rows(weights, rows)

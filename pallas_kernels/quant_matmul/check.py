@@ -10,8 +10,9 @@ import numpy as np
 from pallas_kernels.quant_matmul import lay_out, quant_matmul
 from pallas_kernels.quant_matmul.cases import CASES, make_inputs
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
-"""Outputs are about standard normal; bfloat16 ones are rounded to 8 bits, and perhaps weights with a scale a group too."""
+TOLERANCE = {"float32": 3e-4, "bfloat16": 3e-2, "int8": 3e-2}
+"""Outputs are about standard normal; bfloat16 ones are rounded to 8 bits, and perhaps weights with a scale a group too.
+float32 activations may be rounded to 15 bits."""
 
 
 def check(impl: str) -> dict[str, tuple[float, bool]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import pytree
 from pallas_kernels.quant_matmul.gpu_kernel import (
@@ -28,7 +28,7 @@ from pallas_kernels.quant_matmul.gpu_kernel import (
     shared_memory_bytes,
     swizzle_bytes,
 )
-from pallas_kernels.quant_matmul.weights import Form, QuantActivations, QuantWeights, form_of
+from pallas_kernels.quant_matmul.weights import Form, QuantActivations, QuantWeights, check_rows, dequantize_rows, form_of
 
 NUM_MULTIPROCESSORS = 132
 """Of an H100 or H200."""
@@ -133,6 +133,13 @@ def quant_matmul(
             sums = sums * x.scales.astype(jnp.float32)
         out = out + jnp.matmul(weights.offsets, sums, precision="highest")
     return out.astype(x.dtype)
+
+
+def take_rows(weights: Laid, rows: Int[Array, " R"]) -> Float[Array, "R in"]:
+    """See `pallas_kernels.quant_matmul.take_rows`."""
+    check_rows(weights.form)
+    values, scales = (part.at[rows].get(mode="promise_in_bounds") for part in (weights.values, weights.scales[0]))
+    return dequantize_rows(values[:, : weights.form.num_in], scales)
 
 
 def _group(form: Form) -> int:

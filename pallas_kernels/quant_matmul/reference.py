@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.quant_matmul.weights import (
     QuantActivations,
     QuantWeights,
+    check_rows,
     dequantize_activations,
     dequantize_weights,
     form_of,
@@ -24,3 +25,9 @@ def quant_matmul(x: Float[Array, "in T"] | QuantActivations, weights: QuantWeigh
     """See `pallas_kernels.quant_matmul.quant_matmul`."""
     wide = dequantize_activations(x) if isinstance(x, QuantActivations) else x.astype(jnp.float32)
     return jnp.matmul(dequantize_weights(weights), wide, precision="highest").astype(x.dtype)
+
+
+def take_rows(weights: QuantWeights, rows: Int[Array, " R"]) -> Float[Array, "R in"]:
+    """See `pallas_kernels.quant_matmul.take_rows`."""
+    check_rows(form_of(weights))
+    return dequantize_weights(weights)[rows]

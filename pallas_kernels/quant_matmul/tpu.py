@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int8, Num
+from jaxtyping import Array, Float, Int, Int8, Num
 
 from pallas_kernels import pytree
 from pallas_kernels.quant_matmul.packing import high_half, low_half
-from pallas_kernels.quant_matmul.weights import Form, QuantActivations, QuantWeights, form_of
+from pallas_kernels.quant_matmul.weights import Form, QuantActivations, QuantWeights, check_rows, dequantize_rows, form_of
 
 LANES = 128
 STRETCHES = (512, 1024, 2048, 4096)
@@ -104,6 +104,13 @@ def quant_matmul(x: Float[Array, "in T"] | QuantActivations, weights: Laid) -> F
     if isinstance(x, QuantActivations):
         out = out * x.scales.astype(jnp.float32)
     return out.astype(x.dtype)
+
+
+def take_rows(weights: Laid, rows: Int[Array, " R"]) -> Float[Array, "R in"]:
+    """See `pallas_kernels.quant_matmul.take_rows`."""
+    check_rows(weights.form)
+    values, scales = (part.at[rows].get(mode="promise_in_bounds") for part in (weights.values, weights.scales[:, 0]))
+    return dequantize_rows(values[:, : weights.form.num_in], scales)
 
 
 def _stretch(form: Form) -> int:

@@ -92,13 +92,19 @@ def form_of(weights: QuantWeights) -> Form:
 
 
 def quantize_weights(
-    weights: Float[Array, "out in"], *, bits: int, group: int | None = None, symmetric: bool = True
+    weights: Float[Array, "out in"],
+    *,
+    bits: int,
+    group: int | None = None,
+    symmetric: bool = True,
+    largest: Float[Array, "out G"] | None = None,
 ) -> QuantWeights:
     """Round to nearest.
 
     Args:
         group: inputs that share a scale; None for all.
         symmetric: scale by the largest magnitude; otherwise fit the range from least to greatest, with an offset.
+        largest: magnitudes to scale by where these are only a part of what shares a scale; `symmetric` then.
     """
     num_out, num_in = weights.shape
     group = group or num_in
@@ -106,7 +112,7 @@ def quantize_weights(
     grouped = weights.astype(jnp.float32).reshape(num_out, num_in // group, group)
     if symmetric:
         offsets = None
-        scales = jnp.max(jnp.abs(grouped), axis=-1) / most
+        scales = (jnp.max(jnp.abs(grouped), axis=-1) if largest is None else largest) / most
         centred = grouped
     else:
         low, high = grouped.min(axis=-1), grouped.max(axis=-1)
@@ -137,6 +143,19 @@ def dequantize_weights(weights: QuantWeights) -> Float[Array, "out in"]:
     if weights.offsets is not None:
         grouped = grouped + weights.offsets.astype(jnp.float32)[..., None]
     return grouped.reshape(num_out, num_in)
+
+
+def dequantize_rows(values: Int8[Array, "rows in"], scales: Float[Array, " rows"]) -> Float[Array, "rows in"]:
+    """Some rows of a matrix with a scale a row, in float32."""
+    return values.astype(jnp.float32) * scales.astype(jnp.float32)[:, None]
+
+
+def check_rows(weights: Form) -> None:
+    """Raises:
+    ValueError: rows cannot be taken by themselves: they have no scale of their own, or offsets, or 4 bits.
+    """
+    if weights.bits != 8 or weights.num_groups > 1 or weights.has_offsets:
+        raise ValueError(f"rows can be taken of weights in 8 bits with a scale a row and no offsets, found {weights}")
 
 
 def dequantize_activations(x: QuantActivations) -> Float[Array, "in T"]:

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 
 from pallas_kernels.paged_attention.choose import Shape, choose
+from pallas_kernels.quant_matmul.choose import choose as choose_quant_matmul
+from pallas_kernels.quant_matmul.choose import options_for
 
 SHAPE = Shape(num_heads=32, num_kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
 
@@ -66,3 +68,39 @@ def test_a_model_that_the_kernel_does_not_take_gets_xla_and_the_reason() -> None
     chosen, reason = choose("tpu", "TPU v5 lite", dataclasses.replace(SHAPE, page_size=7))
     assert chosen == "xla"
     assert "7" in reason
+
+
+# --- quant_matmul -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "dtype", "impl", "word"),
+    [
+        ("cpu", "cpu", "float32", "xla", "CPU"),
+        ("tpu", "TPU v5 lite", "bfloat16", "tpu", "TPU v5 lite"),
+        ("gpu", "NVIDIA H200", "bfloat16", "xla", "not yet run"),
+        ("gpu", "NVIDIA H200", "float32", "xla", "bfloat16"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "bfloat16", "xla", "Hopper"),
+        ("rocm", "MI300", "bfloat16", "xla", "rocm"),
+    ],
+)
+def test_products_by_platform(platform: str, kind: str, dtype: str, impl: str, word: str) -> None:
+    chosen, reason = choose_quant_matmul(platform, kind, dtype)
+    assert chosen == impl
+    assert word in reason
+
+
+def test_products_that_are_asked_for_are_taken_or_refused() -> None:
+    assert choose_quant_matmul("gpu", "NVIDIA H200", "bfloat16", "gpu") == ("gpu", "it was asked for")
+    for platform, kind, dtype, asked, what in (
+        ("cpu", "cpu", "float32", "tpu", "does not run on platform cpu"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "bfloat16", "gpu", "A100"),
+        ("gpu", "NVIDIA H200", "float32", "gpu", "these are float32"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            choose_quant_matmul(platform, kind, dtype, asked)
+
+
+def test_off_a_cpu_xla_multiplies_the_whole_matrix_in_floats() -> None:
+    assert options_for("xla", "cpu") == options_for("tpu", "tpu") == {}
+    assert options_for("xla", "gpu")["digits"] == 0

@@ -57,7 +57,7 @@ def test_it_shows_registers_of_gpu_kernels_also_where_they_are_not_chosen(capsys
     assert doctor.main(["--target", "h200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (quantised,) = (line for line in lines if "quant_matmul_w4: " in line)
-    assert quantised.startswith("  h200   gpu: compiled; ")
+    assert quantised.startswith("         gpu, not chosen: compiled; ")
     assert " 0 bytes spilled, " in quantised
     (attention,) = (line for line in lines if ", paged_attention: " in line)
     assert attention.startswith("         gpu, not chosen: compiled; ")
@@ -65,5 +65,5 @@ def test_it_shows_registers_of_gpu_kernels_also_where_they_are_not_chosen(capsys
 
 @pytest.mark.parametrize(("device_kind", "impl"), [("NVIDIA H200", "gpu"), ("NVIDIA A100-SXM4-80GB", "xla")])
 def test_kernels_for_gpus_are_for_hopper(device_kind: str, impl: str) -> None:
-    kernel = next(kernel for kernel in doctor.KERNELS if kernel.name == "quant_matmul")
+    kernel = next(kernel for kernel in doctor.KERNELS if kernel.name == "grouped_matmul")
     assert kernel.choose("gpu", device_kind)[0] == impl

@@ -9,9 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.config import EngineConfig
 from jaxserve.device.abstract import abstract_step
 from jaxserve.device.buckets import Bucket
-from jaxserve.device.build import choose_experts_impl
+from jaxserve.device.build import choose_experts_impl, choose_weight_form
 from jaxserve.device.sampler import choose_draw
 from jaxserve.model_config import ExpertsConfig, ModelConfig, RopeScaling
 from jaxserve.models.sharding import mesh_of
@@ -25,16 +26,20 @@ MIXTURE = ModelConfig(
 )  # fmt: skip
 """Shape of Qwen3 30B-A3B, a mixture of experts."""
 
+LLAMA_8B = ModelConfig(
+    family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32,
+    num_kv_heads=8, head_dim=128, max_position=131_072, rope_theta=500_000.0,
+    rope_scaling=RopeScaling(kind="llama3", factor=8.0),
+)  # fmt: skip
+"""Shape of Llama 3.1 8B."""
+
 MODELS = {
     "demo": ModelConfig(
         family="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
         num_kv_heads=3, head_dim=64, max_position=8192, rope_theta=100_000.0, tie_embeddings=True,
     ),
-    "8b": ModelConfig(
-        family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32,
-        num_kv_heads=8, head_dim=128, max_position=131_072, rope_theta=500_000.0,
-        rope_scaling=RopeScaling(kind="llama3", factor=8.0),
-    ),
+    "8b": LLAMA_8B,
+    "8b, 4 layers": dataclasses.replace(LLAMA_8B, num_layers=4),
     "gemma3": ModelConfig(
         family="gemma3", vocab_size=262_144, hidden_size=640, intermediate_size=2048, num_layers=6, num_heads=4,
         num_kv_heads=1, head_dim=256, max_position=32_768, rms_norm_eps=1e-6, activation="gelu_tanh", norms="both",
@@ -45,7 +50,7 @@ MODELS = {
     "30b-a3b, 6 layers": dataclasses.replace(MIXTURE, num_layers=6),
 }  # fmt: skip
 """Shapes of SmolLM2 135M, the demo model, of Llama 3.1 8B, of the first six of the eighteen layers of Gemma 3 270M, and
-of a mixture of experts."""
+of a mixture of experts; of some of their layers where these show the same programs in a part of the compiling."""
 
 
 def engine_step(
@@ -60,6 +65,7 @@ def engine_step(
     max_context: int = 8192,
     kv_dtype: str = "bfloat16",
     expert_parallel: int = 1,
+    weight_dtype: str = "auto",
 ) -> Program:
     """The whole step of a model, with room for `max_seqs` decodes and, where there are any, `chunk_tokens` more; sampling as
     the devices get it."""
@@ -74,6 +80,7 @@ def engine_step(
     )
     bucket = Bucket(chunk_tokens, chunk_tokens // 16, max_seqs)
     mesh, dtype = mesh_of(devices, expert_parallel), np.dtype(jnp.bfloat16)
+    engine = EngineConfig(weight_dtype=weight_dtype, quant_matmul="auto" if weight_dtype == "auto" else impl)
     return abstract_step(
         config,
         limits,
@@ -84,4 +91,5 @@ def engine_step(
         kv_dtype=np.dtype(jnp.dtype(kv_dtype)),
         draw_impl=choose_draw(devices[0].platform, config.vocab_size)[0],
         experts_impl=choose_experts_impl(config, mesh, dtype),
+        weight_form=choose_weight_form(engine, config, devices[0].platform, devices[0].device_kind, dtype),
     )
