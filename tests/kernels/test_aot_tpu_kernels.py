@@ -72,8 +72,8 @@ FEW_UPDATES = ("decodes", "int8 pages of 16")
 FIGURED = ("decodes", "chunks")
 
 
-ATTENTION_ON = {"v5e": tuple(CONFIGURATIONS), "v6e": FEW, "v5p": FEW, "tpu7x": FEW}
-UPDATES_ON = {"v5e": tuple(UPDATES), "v6e": FEW_UPDATES, "v5p": FEW_UPDATES, "tpu7x": FEW_UPDATES}
+ATTENTION_ON = {"v5e": tuple(CONFIGURATIONS), "v6e": tuple(CONFIGURATIONS), "v5p": FEW, "tpu7x": FEW}
+UPDATES_ON = {"v5e": tuple(UPDATES), "v6e": tuple(UPDATES), "v5p": FEW_UPDATES, "tpu7x": FEW_UPDATES}
 
 
 def update(target: str, name: str) -> Job:

@@ -30,7 +30,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
 FEW = ("int8, one token", "int8 in groups", "int4 in groups of 128")
 """For targets of which the whole list would tell little more."""
 
-QUANTISED_ON = {"v5e": tuple(QUANTISED), "v6e": FEW, "v5p": FEW, "tpu7x": FEW}
+QUANTISED_ON = {"v5e": tuple(QUANTISED), "v6e": tuple(QUANTISED), "v5p": FEW, "tpu7x": FEW}
 SAMPLED: tuple[dict[str, int], ...] = ({}, {"rows": 1, "vocab": 128_256}, {"rows": 13, "vocab": 49_152})
 
 BUNDLES_ON_V5E = {"int8, one token": 1803, "int4 in groups of 128": 2146}
