@@ -32,7 +32,7 @@ from tests.checkpoints.builders import llama_shapes, random_tensors, tiny_hf
 from tests.kernels.ladder.interpret import interpreted
 from tests.near_ties import assert_same_outputs
 from tests.paged_model import PagedModel
-from tests.real_engines import TINY_MODEL, _spread, mixed_requests, run, run_alone, tiny_runner
+from tests.real_engines import TINY_MODEL, _spread, mixed_requests, run, run_alone, tiny_runner, unoptimised
 from tests.references.load import load_demo
 
 pytestmark = CACHED
@@ -231,13 +231,14 @@ def test_a_batch_gives_what_each_gives_alone(weight_dtype: str) -> None:
     engine = EngineConfig(
         dtype="float32",
         weight_dtype=weight_dtype,
-        max_seqs=16,
-        max_step_tokens=64,
+        max_seqs=8,
+        max_step_tokens=32,
         max_context=512,
         num_pages=512,
         page_size=8,
     )
-    runner = tiny_runner(engine, MODEL)
+    with unoptimised():
+        runner = tiny_runner(engine, MODEL)
     requests = mixed_requests(np.tile(TOKENS, 4), max_prompt=120, min_output=8)
     alone = run_alone(runner, requests[:12], overlap=False)
     assert len({token for output in alone.values() for token in output.tokens}) > MODEL.vocab_size // 4
