@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ class WeightForm:
         bits: 8, or 4 for all but embeddings and the head: logits and looked-up rows cost little more in 8.
         group: inputs that share a scale and an offset; None for a scale a row.
         dtype: of activations.
-        rounds_activations: whether products take these in eight bits too, but for the head's.
+        rounds_activations: whether products take these in eight bits too, with a scale a token; but for the head's.
         impl: of `quant_matmul`.
         options: of its `lay_out`.
     """
@@ -57,18 +57,16 @@ class QuantMatrix:
 
     Attributes:
         num_rows: of one part.
-        rounds_activations: products take these in eight bits, with a scale a token.
         form: how it is kept.
     """
 
     laid: Any
     num_rows: int = pytree.static()
-    rounds_activations: bool = pytree.static()
     form: WeightForm = pytree.static()
 
     def times(self, x: Float[Array, "in T"]) -> Float[Array, "out T"]:
         """This device's part times `x`; inside `shard_map`."""
-        inputs = quantize_activations(x) if self.rounds_activations else x
+        inputs = quantize_activations(x) if self.form.rounds_activations else x
         return quant_matmul(inputs, self._local(), impl=self.form.impl)
 
     def rows(self, indices: Int[Array, " R"]) -> Float[Array, "R in"]:
@@ -91,8 +89,10 @@ def held_params(specs: Any, mesh: AnyMesh, dtype: np.dtype, form: WeightForm | N
     def one(spec: ParamSpec) -> Any:
         if not spec.inputs:
             return abstract_params(spec, mesh, dtype)
-        weights = jax.ShapeDtypeStruct(_checked_shape(spec, mesh, form), jnp.float32)
-        laid = jax.eval_shape(functools.partial(_quantize, form=form, spec=spec, across=()), weights)
+        of_spec = _form_of(spec.axes, form)
+        shape = local_shape(spec.shape, spec.axes, mesh)
+        _check_groups(spec, shape, of_spec)
+        laid = _one_part(shape, spec.inputs, of_spec)
         sharding = NamedSharding(mesh, PartitionSpec(DEVICES))
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((mesh.size, *leaf.shape[1:]), leaf.dtype, sharding=sharding), laid
@@ -114,8 +114,7 @@ def quantize(spec: ParamSpec, weights: Float[Array, "..."], mesh: Mesh, form: We
     """A parameter as the step takes it; given up are those in floats that do not stay so."""
     if form is None or not spec.inputs:
         return weights
-    _checked_shape(spec, mesh, form)
-    made = _program(mesh, form, spec.axes, spec.inputs)(weights)
+    made = _program(mesh, _form_of(spec.axes, form), spec.axes, spec.inputs)(weights)
     jax.block_until_ready(made)
     weights.delete()
     return made
@@ -133,41 +132,45 @@ def quantize_tree(specs: Any, params: Any, mesh: Mesh, form: WeightForm | None) 
 
 @functools.lru_cache(maxsize=32)
 def _program(mesh: Mesh, form: WeightForm, axes: tuple[str, ...], inputs: int) -> Any:
-    spec = ParamSpec((0,) * len(axes), axes, (), inputs=inputs)
     is_split = any(partition_spec(axes[-inputs:])) and mesh.size > 1
-    local = functools.partial(_quantize, form=form, spec=spec, across=DEVICES if is_split else ())
+    local = functools.partial(_quantize, inputs=inputs, form=form, across=DEVICES if is_split else ())
     parts = PartitionSpec(DEVICES)
     sharded = jax.shard_map(local, mesh=mesh, in_specs=partition_spec(axes), out_specs=parts, check_vma=False)
     return jax.jit(sharded, out_shardings=NamedSharding(mesh, parts))
 
 
-def _quantize(weights: Float[Array, "..."], *, form: WeightForm, spec: ParamSpec, across: tuple[str, ...]) -> QuantMatrix:
+@functools.lru_cache(maxsize=32)
+def _one_part(shape: tuple[int, ...], inputs: int, form: WeightForm) -> QuantMatrix:
+    """Shapes and dtypes of one device's part. Layers are alike, and tracing takes milliseconds for each."""
+    weights = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.eval_shape(functools.partial(_quantize, inputs=inputs, form=form, across=()), weights)
+
+
+def _quantize(weights: Float[Array, "..."], *, inputs: int, form: WeightForm, across: tuple[str, ...]) -> QuantMatrix:
     """One device's part. `across`: mesh axes that split the inputs, so that all parts of a row share its scale."""
-    matrix = weights.reshape(-1, math.prod(weights.shape[-spec.inputs :])).astype(jnp.float32)
-    if _by_row(spec, form):
+    matrix = weights.reshape(-1, math.prod(weights.shape[-inputs:])).astype(jnp.float32)
+    if form.group is None:
         largest = jnp.max(jnp.abs(matrix), axis=1, keepdims=True)
         largest = lax.pmax(largest, across) if across else largest
-        quantised = quantize_weights(matrix, bits=8, largest=largest)
+        quantised = quantize_weights(matrix, bits=form.bits, largest=largest)
     else:
         quantised = quantize_weights(matrix, bits=form.bits, group=form.group, symmetric=False)
     laid = lay_out(quantised, impl=form.impl, **dict(form.options))
     parts = jax.tree.map(lambda part: part[None], laid)
-    rounds = form.rounds_activations and spec.axes[0] != "vocab"
-    return QuantMatrix(laid=parts, num_rows=len(matrix), rounds_activations=rounds, form=form)
+    return QuantMatrix(laid=parts, num_rows=len(matrix), form=form)
 
 
-def _by_row(spec: ParamSpec, form: WeightForm) -> bool:
-    return form.group is None or spec.axes[0] == "vocab"
+def _form_of(axes: tuple[str, ...], form: WeightForm) -> WeightForm:
+    """`form` as a parameter with these axes has it."""
+    return replace(form, bits=8, group=None, rounds_activations=False) if axes[0] == "vocab" else form
 
 
-def _checked_shape(spec: ParamSpec, mesh: AnyMesh, form: WeightForm) -> tuple[int, ...]:
-    """The shape of one device's part."""
-    shape = local_shape(spec.shape, spec.axes, mesh)
+def _check_groups(spec: ParamSpec, shape: tuple[int, ...], form: WeightForm) -> None:
+    """Raise `ConfigError` unless one device's part, of this shape, has whole groups."""
     num_in = math.prod(shape[-spec.inputs :])
-    if not _by_row(spec, form) and form.group is not None and num_in % form.group:
+    if form.group is not None and num_in % form.group:
         names = ", ".join(name for name, _ in spec.tensors)
         raise ConfigError(
             f"weights in {form.bits} bits come in groups of {form.group} inputs, and of {names} a device has {num_in}; "
             "take weight_dtype int8, or other numbers of devices"
         )
-    return shape
