@@ -25,7 +25,7 @@ from pallas_kernels.quant_matmul import (
     take_rows,
 )
 from pallas_kernels.quant_matmul.cases import CASES, ODD_CASES, Case, make_inputs
-from pallas_kernels.quant_matmul.check import check
+from pallas_kernels.quant_matmul.check import FIFTEEN_BITS, check, writes_digits
 from pallas_kernels.quant_matmul.packing import high_half, low_half, pack_int4, unpack_int4
 from tests.cached import CACHED
 
@@ -34,15 +34,9 @@ pytestmark = CACHED
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 2e-2}
 """Outputs are about standard normal; bfloat16 ones are rounded to 8 bits at the end."""
 
-FIFTEEN_BITS = 3e-4
-"""Where `xla.py` writes activations with two digits: each is off by up to half of some 4 over 2^15, and their errors add up as
-the products do, to about 3e-5; this is ten of those."""
-
 
 def tolerance(impl: str, case: Case) -> float:
-    by_row = case.bits == 8 and case.group in (None, case.num_in)
-    by_digits = impl == "xla" and by_row and case.activations == "float32"
-    return FIFTEEN_BITS if by_digits else TOLERANCE[case.activations]
+    return FIFTEEN_BITS if writes_digits(impl, case) else TOLERANCE[case.activations]
 
 
 @partial(jax.jit, static_argnames="impl")
