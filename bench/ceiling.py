@@ -48,6 +48,6 @@ def decode_ceiling(runner: Sizes, num_seqs: int, *, num_steps: int = 20, rounds:
     # The layout of the real one: writing K and V belongs to the ceiling.
     layout = IMPLEMENTATIONS[runner.attention_impl].layout
     IMPLEMENTATIONS[NO_ATTENTION] = Implementation(reference.schedule, _no_attention, layout)
-    bucket = min(b for b in runner.buckets if b.chunk_tokens == 0 and b.num_single >= num_seqs)
+    bucket = min(b for b in runner.buckets if not b.has_chunks and b.num_single >= num_seqs)
     seconds = runner.time_variant(bucket, NO_ATTENTION, _first_logit, num_steps=num_steps, rounds=rounds)
     return [num_seqs / value for value in seconds]

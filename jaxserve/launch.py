@@ -35,6 +35,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.host.jump import JumpForward
 from jaxserve.host.prefix import PrefixTree, make_tree
 from jaxserve.host.scheduler import Scheduler
+from jaxserve.host.sizes import NO_SIZES, StepSizes
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import model_config_from_hf
 from jaxserve.models.sharding import make_mesh
@@ -168,7 +169,8 @@ def _build_core(engine: EngineConfig, runner: DeviceRunner, model_config: ModelC
         pacer=pacer,
         prefixes=prefix_tree(engine, model_config),
         tier=tier,
-        jump=JumpForward(bucket.num_single for bucket in runner.buckets if not bucket.chunk_tokens),
+        jump=JumpForward(bucket.num_single for bucket in runner.buckets if not bucket.has_chunks),
+        sizes=NO_SIZES if runner.fixed_places is None else StepSizes(runner.buckets, runner.fixed_places),
     )
     return EngineCore(scheduler, runner, overlap=engine.overlap, on_step=pacer.observe if pacer else None)
 

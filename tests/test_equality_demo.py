@@ -28,7 +28,7 @@ from tests.references.load import DEMO_NAMES, load_demo
 pytestmark = [pytest.mark.slow, *CACHED]
 
 ENGINE = EngineConfig(dtype="float32", max_seqs=32, max_step_tokens=64, max_context=512, num_pages=1600, page_size=8)
-BUCKETS = (Bucket(0, 0, 1), Bucket(0, 0, 32), Bucket(64, 32, 32))
+BUCKETS = (Bucket(1, 0, 1), Bucket(32, 0, 32), Bucket(64, 32, 32))
 
 
 def assert_equal(expected: dict[str, Output], found: dict[str, Output]) -> None:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, *CACHED]
 
 PAGE = 4
 ENGINE = EngineConfig(dtype="float32", max_seqs=8, max_step_tokens=96, max_context=96, num_pages=256, page_size=PAGE)
-BUCKETS = (Bucket(0, 0, 8), Bucket(16, 2, 8), Bucket(96, 8, 8))
+BUCKETS = (Bucket(8, 0, 8), Bucket(16, 2, 8), Bucket(96, 8, 8))
 ASKS = SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, prompt_logprobs=5)
 TOLERANCE = 2e-4
 

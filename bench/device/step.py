@@ -97,7 +97,7 @@ def _time_step(config: ModelConfig, params: Any, mesh: Any, batch: int, context:
         max_context=context + 16,
         vocab_size=config.vocab_size,
     )
-    bucket = Bucket(0, 0, batch)
+    bucket = Bucket(batch, 0, batch)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
     step = jit_step(make_step(config, limits, bucket, impl), mesh, specs, config.num_layers)
     state = _filled_state(config, limits, mesh, impl)

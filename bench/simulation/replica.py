@@ -25,6 +25,7 @@ from jaxserve.host.cost_file import CostOrigin
 from jaxserve.host.pace import Pacer
 from jaxserve.host.prefix import make_tree
 from jaxserve.host.scheduler import Scheduler
+from jaxserve.host.sizes import StepSizes, fixed_places
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import Request, SamplingParams, TokenEvent
 
@@ -135,6 +136,7 @@ class Replica:
             clock=self.clock,
             prefixes=make_tree(engine, partial(tokens_of_equal_cost, setting.cost)),
             pacer=pacer,
+            sizes=StepSizes(buckets, fixed_places(setting.cost, buckets)),
         )
         self.core = EngineCore(
             self.scheduler,

@@ -79,10 +79,9 @@ def try_batch(setting: Setting, arrivals: Sequence[Arrival], targets: Targets, m
 def smallest_chunk_seconds(setting: Setting) -> float:
     """What a step takes that has the smallest chunk there is beside a full batch, all of it at the start of its context."""
     limits = limits_of(setting)
-    size = min(bucket.chunk_tokens for bucket in enumerate_buckets(limits) if bucket.chunk_tokens)
-    return setting.cost.seconds(
-        StepWork(size + limits.max_seqs, True, limits.max_seqs, 1, limits.max_seqs, size, chunk_products(0, size))
-    )
+    places = min(bucket.num_tokens for bucket in enumerate_buckets(limits) if bucket.has_chunks)
+    size = places - limits.max_seqs
+    return setting.cost.seconds(StepWork(places, True, limits.max_seqs, 1, limits.max_seqs, size, chunk_products(0, size)))
 
 
 def find_batch(

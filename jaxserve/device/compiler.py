@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.device.buckets import Bucket
+from pallas_kernels.cpu_sums import most_columns
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def sampling_options() -> Options:
 
 def uses_onednn(bucket: Bucket, dtype: np.dtype) -> bool:
     """Whether oneDNN computes the products of this bucket's step, so that it is compiled anew at every start."""
-    wanted = bucket.chunk_tokens == 0 and bucket.num_single in ONEDNN_DECODES and dtype == np.float32
+    wanted = not bucket.has_chunks and bucket.num_single in ONEDNN_DECODES and bucket.num_single > most_columns()
+    wanted = wanted and dtype == np.float32
     if not (wanted and jax.default_backend() == "cpu" and _has_onednn()):
         return False
     # Here, before anything compiles: a filter that one thread adds is lost when another leaves `catch_warnings`.

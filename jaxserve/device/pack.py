@@ -1,7 +1,8 @@
 """A plan as one int32 vector, and that vector as arrays again on the device.
 
-Owns the layout of the upload. Rows of one token come first, each at the token of its own number; then the chunk rows. Real
-numbers travel as the bits of float32. Knows plans and shapes; runs nothing.
+Owns the layout of the upload. Rows of one token come first, with a place among the rows for each that there may be; then the
+chunk rows. Tokens of all rows stand one after another. Real numbers travel as the bits of float32. Knows plans and shapes;
+runs nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _part_shapes(bucket: Bucket, limits: RunnerLimits) -> dict[str, tuple[int, .
         "local_table": (rows, table_width(limits.local) if limits.local else 0),
         "samples": (len(_SAMPLE_FIELDS), samples),
         "forbidden": (samples, MAX_FORBIDDEN),
-        "known": (2, bucket.num_tokens if bucket.chunk_tokens else 0),
+        "known": (2, bucket.num_tokens if bucket.has_chunks else 0),
         "adapters": (rows if limits.max_adapters else 0,),
     }
 
@@ -151,9 +152,10 @@ def pack(plan: StepPlan, bucket: Bucket, limits: RunnerLimits) -> tuple[np.ndarr
     known[1] = -1
     parts["adapters"][:] = -1
     places: list[int | None] = []
-    single, chunk, chunk_token, sample = 0, bucket.num_single, bucket.num_single, 0
+    single, chunk, sample = 0, bucket.num_single, 0
+    chunk_token = sum([row.count == 1 for row in plan.rows])
     for row in plan.rows:
-        if row.count > 1 and bucket.chunk_tokens:
+        if row.count > 1 and bucket.has_chunks:
             own, token = slice(chunk, chunk + 1), chunk_token
             rows[:, chunk] = (row.slot, row.start, row.count)
             chunk += 1
@@ -266,8 +268,7 @@ def unpack(
     slots, starts, counts = parts["rows"]
     samples = sample_rows(parts["samples"], parts["forbidden"])
 
-    chunk_ends = bucket.num_single + jnp.cumsum(counts[bucket.num_single :])
-    row_offsets = jnp.concatenate([jnp.arange(bucket.num_single + 1), chunk_ends]).astype(jnp.int32)
+    row_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)]).astype(jnp.int32)
     token = jnp.arange(num_tokens)
     row = jnp.sum(token[:, None] >= row_offsets[None, 1:], axis=1)  # [T]; num_rows past the last chunk
     row = jnp.minimum(row, num_rows - 1)

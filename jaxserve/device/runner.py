@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.device import compile_counter
 from jaxserve.device.abstract import abstract_state, initial_state, pool_shape
 from jaxserve.device.adapters import AdapterSlots, abstract_adapters
-from jaxserve.device.buckets import Bucket, bucket_for_plan, enumerate_buckets, num_samples
+from jaxserve.device.buckets import FIXED_PLACES, Bucket, bucket_for_plan, enumerate_buckets, num_samples
 from jaxserve.device.compiler import release_freed_memory, step_options, uses_onednn
 from jaxserve.device.constrained import ConstrainedSampling
 from jaxserve.device.host_pages import HostPages
@@ -193,6 +193,11 @@ class DeviceRunner:
         return self._buckets
 
     @property
+    def fixed_places(self) -> float | None:
+        """As `host.sizes.StepSizes` has it; None where the size of a step matters little."""
+        return FIXED_PLACES.get(self._mesh.devices.flat[0].platform)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of all KV pools over all devices."""
         return sum(math.prod(pool.shape) * pool.dtype.itemsize for pool in self._abstract_state.pools)
@@ -219,7 +224,7 @@ class DeviceRunner:
         # while there is least of what has been compiled.
         order = sorted(
             self._programs(),
-            key=lambda p: (uses_onednn(p[0], self._product_dtype), p[0].chunk_tokens > 0, p[0].num_tokens),
+            key=lambda p: (uses_onednn(p[0], self._product_dtype), p[0].has_chunks, p[0].num_tokens),
             reverse=True,
         )
         pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")

@@ -43,7 +43,10 @@ def score(
 
     def one_block(index: Int[Array, ""], out: Int[Array, "T packed"]) -> Int[Array, "T packed"]:
         # The last block starts earlier where blocks do not divide the whole, alike in all three slices.
-        token, target = (lax.dynamic_slice_in_dim(x, index * block, block) for x in (known.token, known.target))
+        # With the barrier what follows depends on the turn. Where one block is all there is, it would not, and XLA would
+        # compute it before the loop: the whole head, in every step.
+        index, everything = lax.optimization_barrier((index, known))
+        token, target = (lax.dynamic_slice_in_dim(x, index * block, block) for x in (everything.token, everything.target))
         logits = head(states.at[:, token].get(mode="promise_in_bounds"))
         return lax.dynamic_update_slice_in_dim(
             out, _score_block(logits, jnp.maximum(target, 0), num_top), index * block, axis=0

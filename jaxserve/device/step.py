@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from jaxserve.device.buckets import Bucket
+from jaxserve.device.heads import head_of_rows
 from jaxserve.device.pack import SampleRows, unpack
 from jaxserve.device.sampler import Sampled, SlotState, sample
 from jaxserve.device.scoring import pack_columns, score
@@ -101,12 +103,17 @@ def make_step(
             attention_options=attention_options,
             adapters=adapters,
         )
-        logits, hidden = family.head(params, states.at[:, rows.last_token].get(mode="promise_in_bounds"), config)
+        head = partial(family.head, params, config=config)
+        of_rows = states.at[:, rows.last_token].get(mode="promise_in_bounds")
+        if bucket.has_chunks:
+            logits, hidden = head_of_rows(head, of_rows, jnp.sum(rows.slot < limits.max_seqs))
+        else:
+            logits, hidden = head(of_rows)
         sampled = choose(logits, rows, slots)
         slots = dataclasses.replace(slots, tokens=slots.tokens.at[rows.slot, rows.next_position].set(sampled.tokens))
         output = StepOutput(pack_sampled(sampled), logits)
-        if bucket.chunk_tokens:
-            scores = score(lambda x: family.head(params, x, config)[0], states, known, num_top_logprobs(config))
+        if bucket.has_chunks:
+            scores = score(lambda x: head(x)[0], states, known, num_top_logprobs(config))
             output = dataclasses.replace(output, hidden=hidden.T.astype(jnp.float32), scores=scores)
         return DeviceState(pools=pools, slots=slots, kv_scales=state.kv_scales), output
 

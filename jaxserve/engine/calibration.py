@@ -47,7 +47,7 @@ def thorough_points(limits: RunnerLimits, buckets: Sequence[Bucket], bucket_for:
     """Steps in every bucket: full and half full, over short and long contexts, chunks in one row and in many."""
     points: list[Point] = []
     for bucket in buckets:
-        candidates = _chunk_points(bucket, limits) if bucket.chunk_tokens else _decode_points(bucket, limits)
+        candidates = _chunk_points(bucket, limits) if bucket.has_chunks else _decode_points(bucket, limits)
         points += [point for point in candidates if bucket_of(point, bucket_for) == bucket]
     return list(dict.fromkeys(points))
 
@@ -76,7 +76,7 @@ def _decode_points(bucket: Bucket, limits: RunnerLimits) -> Iterator[Point]:
 def _chunk_points(bucket: Bucket, limits: RunnerLimits) -> Iterator[Point]:
     for num_decodes in dict.fromkeys((0, bucket.num_single // 2, bucket.num_single)):
         longest = _longest(num_decodes + 1, limits)
-        tokens = min(bucket.chunk_tokens, limits.max_step_tokens - num_decodes, longest)
+        tokens = min(bucket.num_tokens - num_decodes, longest)
         num_rows = min(bucket.chunk_rows, limits.max_seqs - num_decodes)
         if tokens < 2 or num_rows < 1:
             continue

@@ -22,7 +22,7 @@ class Bucket(Protocol):
     """The static shape of a compiled step, as `device.buckets.Bucket` has it."""
 
     @property
-    def chunk_tokens(self) -> int: ...
+    def has_chunks(self) -> bool: ...
     @property
     def chunk_rows(self) -> int: ...
     @property
@@ -76,7 +76,7 @@ def work_of(plan: StepPlan, bucket_for: BucketFor) -> StepWork:
             chunk_context += row.start + row.count
             products += chunk_products(row.start, row.count)
     bucket = bucket_for(num_single, chunk_tokens, num_chunks)
-    if not bucket.chunk_tokens:  # there each token of a longer row attends by itself
+    if not bucket.has_chunks:  # there each token of a longer row attends by itself
         return StepWork(bucket.num_tokens, False, len(plan.rows), 0, context + products, 0, 0)
     return StepWork(bucket.num_tokens, True, len(plan.rows), num_chunks, context, chunk_context, products)
 

@@ -7,10 +7,12 @@ measured. Knows neither sequences nor queues; the scheduler asks, and the engine
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
 
 from jaxserve.errors import ConfigError
 from jaxserve.host.cost import Bucket, BucketFor, StepCost, StepWork, chunk_products, work_of
+from jaxserve.host.sizes import ChunkBudget, tokens_per_row
 from jaxserve.plan import StepPlan
 
 TARGET_SHARE = 0.9
@@ -21,20 +23,6 @@ CORRECTION_WEIGHT = 0.05
 
 MAX_SURPRISE = 2.0
 """A single step counts at most as so many times what was expected, or as little: one pause must not stop prefill."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkBudget:
-    """What longer rows of a step may have together.
-
-    Attributes:
-        tokens: at most.
-        tokens_per_row: that each row is charged at least, so that a step with many short ones stays within the bucket that
-            its tokens were chosen for.
-    """
-
-    tokens: int
-    tokens_per_row: int
 
 
 class Pacer:
@@ -53,19 +41,14 @@ class Pacer:
         self._cost = cost
         self._bucket_for = bucket_for
         self._target = target_seconds * TARGET_SHARE
-        chunked = [bucket for bucket in buckets if bucket.chunk_tokens]
-        rows: dict[int, int] = {}
-        for bucket in chunked:
-            rows[bucket.chunk_tokens] = min(bucket.chunk_rows, rows.get(bucket.chunk_tokens, bucket.chunk_rows))
-        self._sizes = sorted(rows, reverse=True)
-        most = max(rows.values())
-        self._budgets = {size: ChunkBudget(size, 1 if count == most else -(-size // count)) for size, count in rows.items()}
+        self._tokens_per_row = tokens_per_row(buckets)
+        self._sizes = sorted(self._tokens_per_row, reverse=True)
         self._correction = 1.0
 
-    @property
-    def floor(self) -> int:
-        """Chunk tokens that a step may always have, so that prompts get on whatever the target: the smallest bucket's."""
-        return self._sizes[-1]
+    def floor(self, num_decodes: int) -> int:
+        """Chunk tokens that a step may always have, so that prompts get on whatever the target: what the smallest bucket has
+        room for beside so many decodes."""
+        return self._sizes[-1] - num_decodes
 
     def chunk_budget(self, num_decodes: int, context_read: int, chunk_start: int) -> ChunkBudget:
         """What longer rows of a step may have.
@@ -76,15 +59,17 @@ class Pacer:
             chunk_start: where the longest prompt that is under way goes on.
         """
         if num_decodes == 0:
-            return self._budgets[self._sizes[0]]
+            return self._budget(self._sizes[0], self._sizes[0])
         target = self._target / self._correction
-        for index, size in enumerate(self._sizes[:-1]):
-            places = self._bucket_for(num_decodes, size, 1).num_tokens
-            empty = StepWork(places, True, num_decodes + 1, 1, context_read, chunk_start, 0)
-            count = self._largest(empty, chunk_start, size, target)
-            if count > self._sizes[index + 1]:
-                return replace(self._budgets[size], tokens=count)
-        return self._budgets[self.floor]
+        for size, smaller in pairwise(self._sizes):
+            empty = StepWork(size, True, num_decodes + 1, 1, context_read, chunk_start, 0)
+            count = self._largest(empty, chunk_start, size - num_decodes, target)
+            if count > smaller - num_decodes:
+                return self._budget(size, count)
+        return self._budget(self._sizes[-1], self.floor(num_decodes))
+
+    def _budget(self, size: int, tokens: int) -> ChunkBudget:
+        return ChunkBudget(tokens, self._tokens_per_row[size])
 
     def _largest(self, empty: StepWork, start: int, size: int, target: float) -> int:
         """The largest chunk of at most `size` tokens whose step keeps the target; 0 if none does."""

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import chain, islice
 
 from jaxserve.host.finding import Found
 from jaxserve.host.memory import Memory
 from jaxserve.host.pace import Pacer
 from jaxserve.host.rows import Draft, lacks_one, make_row, pages_soon
 from jaxserve.host.running import Running
+from jaxserve.host.sizes import ChunkBudget, StepSizes
 from jaxserve.plan import RunnerLimits
 from jaxserve.request import Sequence
 
@@ -30,10 +32,18 @@ class Planner:
     Args:
         prefill_chunk: tokens of one sequence in a step at most.
         pacer: chooses how many tokens of chunks go into a step beside decodes; None for as many as the limits allow.
+        sizes: of steps with chunks.
     """
 
     def __init__(
-        self, limits: RunnerLimits, running: Running, memory: Memory, *, prefill_chunk: int, pacer: Pacer | None
+        self,
+        limits: RunnerLimits,
+        running: Running,
+        memory: Memory,
+        *,
+        prefill_chunk: int,
+        pacer: Pacer | None,
+        sizes: StepSizes,
     ) -> None:
         self._limits = limits
         self._running = running
@@ -41,6 +51,7 @@ class Planner:
         self._memory = memory
         self._prefill_chunk = prefill_chunk
         self._pacer = pacer
+        self._sizes = sizes
         self._pages_soon = partial(pages_soon, limits=limits, prefill_chunk=prefill_chunk)
 
     def draft(self) -> Draft:
@@ -62,12 +73,27 @@ class Planner:
 
     def _new_draft(self) -> Draft:
         decodes = [seq.planned for seq in self._running if lacks_one(seq)]
-        budget = self._limits.max_step_tokens - len(decodes)
-        under_way = [seq.planned for seq in self._running if not lacks_one(seq)]
-        if self._pacer is None or not (under_way or self._waiting):
-            return Draft(budget)
-        paced = self._pacer.chunk_budget(len(decodes), sum(decodes) + len(decodes), max(under_way, default=0))
-        return Draft(min(budget, paced.tokens), tokens_per_row=paced.tokens_per_row)
+        budget = ChunkBudget(self._limits.max_step_tokens - len(decodes), 1)
+        under_way = [seq for seq in self._running if not lacks_one(seq)]
+        if under_way or self._waiting:
+            sized = self._sizes.budget(len(decodes), self._wanted(under_way))
+            budget = budget if sized is None else budget.within(sized)
+            if self._pacer is not None:
+                start = max([seq.planned for seq in under_way], default=0)
+                budget = budget.within(self._pacer.chunk_budget(len(decodes), sum(decodes) + len(decodes), start))
+        return Draft(budget.tokens, tokens_per_row=budget.tokens_per_row)
+
+    def _wanted(self, under_way: list[Sequence]) -> int:
+        """Tokens that longer rows could have, as `StepSizes.budget` has them, up to what fills any step. Of those that wait
+        as many as there are slots for are counted, with what the cache may turn out to have of them."""
+        wanted, most = 0, self._sizes.largest
+        waiting = islice(self._waiting, min(most, self._limits.max_seqs - len(self._running)))
+        for seq in chain(under_way, waiting):
+            if wanted >= most:
+                break
+            left = len(seq.tokens) + seq.in_flight - seq.planned
+            wanted += max(min(left, self._prefill_chunk), self._sizes.row_charge) if left else 0
+        return wanted
 
     def _plan_running(self, seq: Sequence, draft: Draft) -> bool:
         """Add a row for a running sequence if it needs and gets one; False if it was preempted for lack of pages."""

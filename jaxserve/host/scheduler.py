@@ -33,6 +33,7 @@ from jaxserve.host.planning import Planner
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.rows import add_scores, check_can_progress, is_known, new_sequence, take_token, with_prompt
 from jaxserve.host.running import Running
+from jaxserve.host.sizes import NO_SIZES, StepSizes
 from jaxserve.host.tier import HostTier
 from jaxserve.plan import Masks, RunnerLimits, StepPlan, StepResult
 from jaxserve.request import FinishReason, Request, Sequence, TokenEvent, TokenLogprobs
@@ -53,6 +54,7 @@ class Scheduler:
         tier: keeps what is evicted from `prefixes`, where the runner's host memory has slots for it; None for nothing.
         jump: chooses who takes forced tokens without sampling them.
         pacer: chooses how many tokens of chunks go into a step beside decodes; None for as many as the limits allow.
+        sizes: of steps with chunks, where a larger one takes longer.
 
     Raises:
         ConfigError: `limits` or `prefill_chunk` cannot make progress.
@@ -70,6 +72,7 @@ class Scheduler:
         tier: HostTier | None = None,
         pacer: Pacer | None = None,
         jump: JumpForward = NO_JUMPS,
+        sizes: StepSizes = NO_SIZES,
     ) -> None:
         check_can_progress(limits, prefill_chunk)
         self._limits = self._usable = limits
@@ -81,7 +84,7 @@ class Scheduler:
         self._live: dict[str, Sequence] = {}
         self._running = Running(limits, self.memory)
         self._waiting = self._running.waiting
-        self._planner = Planner(limits, self._running, self.memory, prefill_chunk=prefill_chunk, pacer=pacer)
+        self._planner = Planner(limits, self._running, self.memory, prefill_chunk=prefill_chunk, pacer=pacer, sizes=sizes)
         self._expiring = SequenceHeap(deadline_order)  # those with a deadline
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._next_seq_id = self._next_step_id = 0

@@ -194,7 +194,7 @@ class LoadOrCompute:
             seconds += self.step_cost.seconds(
                 StepWork(
                     places=bucket.num_tokens,
-                    chunked=bucket.chunk_tokens > 0,
+                    chunked=bucket.has_chunks,
                     num_rows=1,
                     num_chunks=chunks,
                     context_read=(1 - chunks) * (start + 1),

@@ -45,7 +45,7 @@ def forward(
     Args:
         pools: one KV pool a layer. One for all would give each layer's kernels constants of their own, and the compiler
             would compile them thirty times instead of once.
-        num_single: leading rows that own one token each, as `paged_attention` has it.
+        num_single: leading rows that own one token each at most, as `paged_attention` has it.
         experts_impl: of `grouped_matmul`, for which `moe.lay_out` has laid out the experts, where there are any.
         kv_scales: of pools in eight bits: what is stored times these is K and V of each layer's heads.
         attention_options: tuned ones, as `schedule` has them.

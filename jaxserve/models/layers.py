@@ -16,14 +16,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.models.quant import QuantMatrix
-from pallas_kernels.cpu_sums import product_by_sums
+from pallas_kernels.cpu_sums import most_columns, product_by_sums
 
 AxisName = str | tuple[str, ...]
 """A mesh axis, or several as if they were one."""
-
-
-SUMMED_COLUMNS = 4
-"""On CPU, products of so many columns at most are sums in one loop, see `cpu_sums`."""
 
 
 def linear(weights: Float[Array, "..."] | QuantMatrix, x: Float[Array, "in T"]) -> Float[Array, "out T"]:
@@ -31,7 +27,7 @@ def linear(weights: Float[Array, "..."] | QuantMatrix, x: Float[Array, "in T"]) 
     if isinstance(weights, QuantMatrix):
         return weights.times(x)
     weights = weights.reshape(-1, x.shape[0])
-    if x.shape[1] <= SUMMED_COLUMNS:
+    if x.shape[1] <= most_columns():
         return lax.platform_dependent(weights, x, cpu=product_by_sums, default=_product)
     return _product(weights, x)
 

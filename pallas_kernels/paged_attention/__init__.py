@@ -4,8 +4,8 @@ Owns the signature and the choice of implementation; the definition is `referenc
 
 A step holds rows, one per sequence. Row `s` owns the tokens `[row_offsets[s], row_offsets[s + 1])`, the newest of its
 `lengths[s]` tokens, whose K and V are already in the pool; a row of length 0 is padding, and so are its tokens. A prefill
-chunk and a decode are rows with another count. Each of the first `num_single` rows owns one token, row `s` token `s`: a
-static promise that lets an implementation treat decodes apart from chunks without looking.
+chunk and a decode are rows with another count. Each of the first `num_single` rows owns one token or none, row `s` token `s`
+up to the first that owns none: a static promise that lets an implementation treat decodes apart from chunks.
 
 What depends on the rows and the window alone is computed once a step, by `schedule`, and serves all layers.
 """
@@ -70,10 +70,11 @@ def schedule(
 
     Args:
         block_table: page ids of each row in position order; entries past `ceil(length / B)` are ignored.
-        row_offsets: non-decreasing; `s` for the rows `s <= num_single`. Tokens at or past the last offset are padding.
+        row_offsets: non-decreasing; `min(s, n)` for the rows `s <= num_single`, of which `n` own a token. Tokens at or past
+            the last offset are padding.
         lengths: tokens of the sequence, this step's included, so at least the row's token count; 0 for padding rows.
         num_tokens: `T`.
-        num_single: leading rows that own one token each.
+        num_single: leading rows that own one token each at most.
         page_size: `B`.
         window: the newest positions that a token sees, its own among them; all of them where None.
         impl: a key of `IMPLEMENTATIONS`.

@@ -25,6 +25,7 @@ class Case:
 
     Attributes:
         singles: length of each leading row of one token; 0 for padding.
+        tokenless: rows after those that own no token, in place of decodes that there are not.
         chunks: (tokens of this step, length) of each further row; (0, 0) for padding.
         padding_tokens: tokens past the last row's end.
         table_width: `W`; 0 for as many pages as the longest row has.
@@ -42,6 +43,7 @@ class Case:
     head_dim: int
     page_size: int
     singles: tuple[int, ...] = ()
+    tokenless: int = 0
     chunks: tuple[tuple[int, int], ...] = ()
     padding_tokens: int = 0
     table_width: int = 0
@@ -55,12 +57,12 @@ class Case:
     @property
     def lengths(self) -> list[int]:
         """Length of each row."""
-        return [*self.singles, *(length for _, length in self.chunks)]
+        return [*self.singles, *(0 for _ in range(self.tokenless)), *(length for _, length in self.chunks)]
 
     @property
     def counts(self) -> list[int]:
         """Tokens of each row, padding rows of one token included."""
-        return [*(1 for _ in self.singles), *(count for count, _ in self.chunks)]
+        return [*(1 for _ in self.singles), *(0 for _ in range(self.tokenless)), *(count for count, _ in self.chunks)]
 
 
 CASES = (
@@ -88,6 +90,12 @@ CASES = (
         name="decodes_and_chunks", num_heads=9, num_kv_heads=3, head_dim=64, page_size=16,
         singles=(1, 77, 0, 64, 129), chunks=((5, 5), (20, 90), (0, 0)), padding_tokens=7,
     ),
+    Case(
+        name="fewer_decodes_than_places", num_heads=9, num_kv_heads=3, head_dim=64, page_size=16,
+        singles=(77, 1), tokenless=5, chunks=((20, 90), (5, 5), (0, 0)), padding_tokens=3,
+    ),
+    Case(name="no_decode_in_as_many_places_as_tokens", num_heads=8, num_kv_heads=2, head_dim=128, page_size=64,
+         tokenless=24, chunks=((7, 70), (16, 16)), padding_tokens=1),
     Case(name="a_decode_and_a_chunk", num_heads=8, num_kv_heads=2, head_dim=128, page_size=64, singles=(70,),
          chunks=((70, 135),)),
     Case(name="bfloat16_decodes_and_chunks", num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, dtype="bfloat16",
@@ -154,7 +162,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         lengths=jnp.asarray(case.lengths, jnp.int32),
         sinks=normal(case.num_heads) if case.sinks else None,
         kv_scales=kv_scales,
-        num_single=len(case.singles),
+        num_single=len(case.singles) + case.tokenless,
         window=case.window,
         soft_cap=case.soft_cap,
     )

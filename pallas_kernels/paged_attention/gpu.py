@@ -25,6 +25,7 @@ from pallas_kernels.paged_attention.gpu_kernel import Parts, attend, shared_memo
 from pallas_kernels.paged_attention.gpu_layout import Blocks, Shares, cut_blocks, deal_blocks, share_tiles
 from pallas_kernels.paged_attention.gpu_merge import merge
 from pallas_kernels.paged_attention.gpu_worker import NUM_CONSUMERS, ROWS, Config
+from pallas_kernels.paged_attention.places import joined
 
 NUM_WORKERS = 132
 """Multiprocessors of an H100 or H200, each of which holds one worker."""
@@ -139,7 +140,7 @@ def paged_attention(
     Raises:
         ValueError: for what `check` refuses.
     """
-    num_tokens, num_heads, head_dim = queries.shape
+    _, num_heads, head_dim = queries.shape
     _, num_kv_heads, page_size, _ = pages.shape
     check(
         num_heads=num_heads,
@@ -171,14 +172,14 @@ def paged_attention(
         ),
     )
     single = work.num_single
-    outputs = []
+    decoded = chunked = None
     if single:
         rows = _Rows(work.block_table[:single], work.row_offsets[: single + 1], work.lengths[:single])
-        outputs.append(attention.decode(queries[:single], rows, decode_tuning or work.decode_tuning))
-    if num_tokens > single:
-        rows = _Rows(work.block_table[single:], work.row_offsets[single:] - single, work.lengths[single:])
-        outputs.append(attention.chunks(queries[single:], rows, chunk_tuning or work.chunk_tuning))
-    return jnp.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+        decoded = attention.decode(queries[:single], rows, decode_tuning or work.decode_tuning)
+    if len(work.lengths) > single:
+        rows = _Rows(work.block_table[single:], work.row_offsets[single:], work.lengths[single:])
+        chunked = attention.chunks(queries, rows, chunk_tuning or work.chunk_tuning)
+    return joined(decoded, chunked, work.row_offsets[single])
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,11 @@ class _Rows:
         """Whether each token belongs to a row that is no padding."""
         token = jnp.arange(num_tokens)
         row = jnp.sum(token[:, None] >= self.offsets[None, 1:], axis=1)
-        return (token < self.offsets[-1]) & (self.lengths[jnp.minimum(row, self.lengths.shape[0] - 1)] > 0)
+        return (
+            (token >= self.offsets[0])
+            & (token < self.offsets[-1])
+            & (self.lengths[jnp.minimum(row, self.lengths.shape[0] - 1)] > 0)
+        )
 
 
 @dataclass(frozen=True, slots=True)

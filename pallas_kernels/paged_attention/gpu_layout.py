@@ -77,7 +77,8 @@ def cut_blocks(
     """Cut rows into blocks of `tokens` tokens.
 
     Args:
-        lengths, offsets: of `num_tokens` tokens' rows, as in `paged_attention`; a row of length 0 has no blocks.
+        lengths, offsets: of `num_tokens` tokens' rows, as in `paged_attention`; a row of length 0 has no blocks. Tokens before
+            the first row's are padding.
         longest_first: sort blocks by their number of tiles.
     """
     num_rows = lengths.shape[0]
@@ -98,7 +99,7 @@ def cut_blocks(
 
     token = jnp.arange(num_tokens)
     token_row = jnp.minimum(jnp.sum(token[:, None] >= offsets[None, 1:], axis=1), num_rows - 1)
-    in_row = token - offsets[token_row]
+    in_row = jnp.maximum(token - offsets[token_row], 0)
     of_token = (ends - per_row)[token_row] + in_row // tokens
 
     columns = jnp.stack(

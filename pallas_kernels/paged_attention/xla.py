@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, Num, UInt
 
 from pallas_kernels import pytree
 from pallas_kernels.page_layout import keys_of, values_of
+from pallas_kernels.paged_attention.places import joined
 
 # Positions of a decode's block.
 BLOCK = 64
@@ -97,10 +98,15 @@ class ChunkWork:
 
 @pytree.dataclass
 class Work:
-    """A step's decodes and chunks; either may be absent."""
+    """A step's decodes and chunks; either may be absent.
+
+    Attributes:
+        num_decodes: tokens before those of chunks.
+    """
 
     decode: DecodeWork | None
     chunks: ChunkWork | None
+    num_decodes: Int[Array, ""]
 
 
 def schedule(
@@ -123,16 +129,15 @@ def schedule(
     first = jnp.where(lengths > 0, block_table[:, 0], 0)
     table = jnp.where(page * page_size < lengths[:, None], block_table, first[:, None])
     decode = chunks = None
+    alone = num_single == len(lengths)
     if num_single:
-        alone = num_tokens == num_single
         rows_per_turn = min(num_single, rows_per_turn)
         decode = _schedule_decode(table[:num_single], lengths[:num_single], page_size, window, alone, rows_per_turn)
-    if num_tokens > num_single:
-        offsets = row_offsets[num_single:] - num_single
-        num_tokens -= num_single
+    if not alone:
         sizes = min(chunk_tile, num_tokens), max(1, chunk_block // page_size)
-        chunks = _schedule_chunks(table[num_single:], offsets, lengths[num_single:], num_tokens, page_size, window, *sizes)
-    return Work(decode=decode, chunks=chunks)
+        rows = table[num_single:], row_offsets[num_single:], lengths[num_single:]
+        chunks = _schedule_chunks(*rows, num_tokens, page_size, window, *sizes)
+    return Work(decode=decode, chunks=chunks, num_decodes=row_offsets[num_single])
 
 
 def paged_attention(
@@ -154,13 +159,13 @@ def paged_attention(
         grouped = grouped * kv_scales[:, :1, None]
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group)
-    outputs = []
-    num_single = work.decode.place.shape[0] if work.decode is not None else 0
+    decoded = chunked = None
     if work.decode is not None:
-        outputs.append(_decode(grouped[:num_single], pages, work.decode, soft_cap, sinks))
+        num_single = work.decode.place.shape[0]
+        decoded = _decode(grouped[:num_single], pages, work.decode, soft_cap, sinks)
     if work.chunks is not None:
-        outputs.append(_chunks(grouped[num_single:], pages, work.chunks, soft_cap, sinks))
-    out = jnp.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+        chunked = _chunks(grouped, pages, work.chunks, soft_cap, sinks)
+    out = joined(decoded, chunked, work.num_decodes)
     if kv_scales is not None:
         out = out * kv_scales[:, 1:, None]
     return out.reshape(num_tokens, num_heads, head_dim).astype(queries.dtype)

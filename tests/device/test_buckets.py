@@ -58,10 +58,9 @@ def test_every_plan_has_a_bucket_and_gets_the_cheapest(case: tuple[RunnerLimits,
     assert chosen in buckets
 
     def fits(bucket: Bucket) -> bool:
-        if not bucket.chunk_tokens:
-            return bucket.num_single >= sum(counts)
-        has = bucket.num_single, bucket.chunk_rows, bucket.chunk_tokens
-        return all(room >= wanted for room, wanted in zip(has, (num_single, len(chunks), sum(chunks)), strict=True))
+        if bucket.num_tokens < sum(counts):
+            return False
+        return not bucket.has_chunks or (bucket.num_single >= num_single and bucket.chunk_rows >= len(chunks))
 
     assert fits(chosen)
     assert num_samples(chosen, limits) >= len(counts)
@@ -73,9 +72,9 @@ def test_what_only_chunks_give_has_a_bucket_for_chunks() -> None:
     buckets = enumerate_buckets(RunnerLimits(8, 8, max_seqs=8, max_step_tokens=64, max_context=64, vocab_size=9))
     for count in (1, 3):
         (row,) = plan_of([count]).rows
-        assert bucket_for_plan(buckets, StepPlan(0, (row,))).chunk_tokens == 0
+        assert bucket_for_plan(buckets, StepPlan(0, (row,))).has_chunks is False
         for asks in ({"targets": (1,)}, {"params": SamplingParams(max_tokens=0)}):
-            assert bucket_for_plan(buckets, StepPlan(0, (replace(row, **asks),))).chunk_tokens
+            assert bucket_for_plan(buckets, StepPlan(0, (replace(row, **asks),))).has_chunks
 
 
 @given(any_limits())
@@ -86,7 +85,8 @@ def test_the_lattice_is_small_and_holds_no_bucket_twice(limits: RunnerLimits) ->
     for bucket in buckets:
         assert bucket.num_single <= limits.max_seqs
         assert bucket.chunk_rows <= limits.max_seqs
-        assert bucket.chunk_tokens <= limits.max_step_tokens
+        assert bucket.num_tokens <= limits.max_step_tokens
+        assert bucket.num_tokens >= min(2 * limits.max_seqs, limits.max_step_tokens) or not bucket.has_chunks, "no room"
         assert 1 <= num_samples(bucket, limits) <= limits.max_seqs
 
 
@@ -95,7 +95,7 @@ def test_decodes_alone_pad_to_one_four_eight_or_a_power_of_two_from_32(limits: R
     buckets = enumerate_buckets(limits)
     for count in range(1, limits.max_seqs + 1):
         chosen = choose_bucket(buckets, count, 0, 0)
-        assert chosen.chunk_tokens == 0
+        assert chosen.has_chunks is False
         most = next((size for size in (1, 4, 8) if size >= count), max(32, 2 * count))
         assert count <= chosen.num_single <= most
 

@@ -79,7 +79,7 @@ def everywhere(x: np.ndarray) -> jax.Array:
 
 def freely(logits: jax.Array, rows: tuple[PlanRow, ...]) -> jax.Array:
     """What a step leaves of these rows, which it samples as it does those that will be sampled again."""
-    bucket = Bucket(0, 0, 6)
+    bucket = Bucket(6, 0, 6)
     samples = unpack(jax.numpy.asarray(pack(StepPlan(0, rows), bucket, LIMITS)[0]), state().tokens, bucket, LIMITS)[1]
     return everywhere(np.asarray(pack_sampled(sample(logits, samples, state()))))
 
@@ -227,7 +227,7 @@ def test_jumps_change_no_token(runner: DeviceRunner) -> None:
         )
         for index in range(16)
     ]
-    sizes = [bucket.num_single for bucket in runner.buckets if not bucket.chunk_tokens]
+    sizes = [bucket.num_single for bucket in runner.buckets if not bucket.has_chunks]
     for group in (requests, requests[1:2]):
         for overlap in (True, False):
             slow = run(runner, group, overlap=overlap, eos_token_ids=(0,))

@@ -23,9 +23,9 @@ def test_a_product_with_two_sums_after_it(tmp_path: Path) -> None:
     """A bias and the residual: taken into one call of oneDNN, both sums were wrong."""
     reference = load_tiny("biases")
     path = write_hf_directory(reference, tmp_path / "model")
-    num = ONEDNN_DECODES[0]
+    num = max(ONEDNN_DECODES)
     engine = EngineConfig(dtype="float32", max_seqs=num, max_step_tokens=64, max_context=64, num_pages=64, page_size=8)
-    runner = checkpoint_runner(path, engine, (Bucket(0, 0, 1), Bucket(0, 0, num), Bucket(64, num, num)))
+    runner = checkpoint_runner(path, engine, (Bucket(1, 0, 1), Bucket(num, 0, num), Bucket(64, num, num)))
     prompts = np.random.default_rng(0).integers(0, reference.config["vocab_size"], (num, 6)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
     requests = [Request(request_id=str(i), prompt=tuple(prompt), params=params) for i, prompt in enumerate(prompts)]

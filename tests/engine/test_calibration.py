@@ -49,7 +49,7 @@ def test_every_kind_of_program_is_measured_by_plans_within_the_limits(limits, po
             assert row.start + row.count <= min(limits.max_context, covered)
             assert row.first_page == limits.first_seen_page(row.start)
             assert len(set(row.pages)) == len(row.pages) <= limits.num_pages
-    kinds = {bucket_of(point, bucket_for).chunk_tokens > 0 for point in points}
+    kinds = {bucket_of(point, bucket_for).has_chunks for point in points}
     assert kinds == {False, True}
 
 
@@ -98,7 +98,7 @@ def test_a_pacer_predicts_with_the_file_that_is_named(tmp_path: Path) -> None:
     engine = EngineConfig(slo_itl_ms=100.0, step_cost=str(path))
     pacer = build_pacer(engine, FakeRunner(LIMITS), buckets, partial(choose_bucket, buckets))
     assert pacer is not None
-    assert pacer.chunk_budget(8, 800, 0).tokens == 32  # 144 places take 200 ms
+    assert pacer.chunk_budget(8, 800, 0).tokens == 32 - 8  # 128 places take 180 ms
     with pytest.raises(ConfigError, match=r"none\.toml"):
         build_pacer(
             EngineConfig(slo_itl_ms=1.0, step_cost="none.toml"), FakeRunner(LIMITS), buckets, partial(choose_bucket, buckets)
@@ -113,5 +113,5 @@ def test_a_pacer_without_a_file_measures_the_runner(monkeypatch) -> None:
     runner = CostRunner(LIMITS, COST, bucket_for, clock)
     pacer = build_pacer(EngineConfig(slo_itl_ms=100.0), runner, buckets, bucket_for)
     assert pacer is not None
-    assert pacer.chunk_budget(8, 800, 0).tokens == 32
+    assert pacer.chunk_budget(8, 800, 0).tokens == 32 - 8
     assert runner.num_steps > 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.host.prefix import PrefixTree
 from jaxserve.host.scheduler import Scheduler
+from jaxserve.host.sizes import NO_SIZES, StepSizes
 from jaxserve.host.tier import HostTier, Pays
 from jaxserve.plan import PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import Request, SamplingParams, Sequence, TokenEvent
@@ -56,6 +57,7 @@ class Driver:
         prefill_chunk: int = 16,
         eos_token_ids: tuple[int, ...] = (EOS,),
         prefixes: bool = False,
+        sizes: StepSizes = NO_SIZES,
         pays: Pays = lambda start, num_pages, num_tokens: True,
         **runner: Any,
     ) -> None:
@@ -70,6 +72,7 @@ class Driver:
             prefixes=PrefixTree(self.limits.page_size) if prefixes else None,
             tier=self.tier,
             clock=lambda: self.now,
+            sizes=sizes,
         )
         self.runner = FakeRunner(self.limits, **{"next_token": lambda tokens, seed: 7, **runner})
         self.in_flight: deque[tuple[StepPlan, FakeHandle]] = deque()

@@ -14,8 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jaxserve.device.buckets import enumerate_buckets
 from jaxserve.errors import InvalidRequest
 from jaxserve.host.scheduler import Scheduler
+from jaxserve.host.sizes import NO_SIZES, StepSizes
 from jaxserve.host.tier import Pays
 from jaxserve.plan import PlanRow, RunnerLimits
 from jaxserve.request import FinishReason, Request, SamplingParams, Sequence, TokenEvent
@@ -146,6 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefixes=st.booleans(),
         host_pages=st.sampled_from([0, 0, 1, 3, 8, 1000]),
         pays=st.sampled_from([always, always, never, only_long]),
+        sized=st.booleans(),
     )
     def start(
         self,
@@ -156,6 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefixes: bool,
         host_pages: int,
         pays: Pays,
+        sized: bool,
     ) -> None:
         limits, prefixes = self.choose(dataclasses.replace(limits, host_pages=host_pages), prefixes)
         self.pays = pays
@@ -166,6 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_chunk=prefill_chunk,
             eos_token_ids=EOS_IDS,
             prefixes=prefixes,
+            sizes=StepSizes(enumerate_buckets(limits), fixed_places=3) if sized else NO_SIZES,
             pays=pays,
             next_token=None,
             eos_probability=eos_probability,

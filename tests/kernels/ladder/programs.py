@@ -67,7 +67,7 @@ def engine_step(
     expert_parallel: int = 1,
     weight_dtype: str = "auto",
 ) -> Program:
-    """The whole step of a model, with room for `max_seqs` decodes and, where there are any, `chunk_tokens` more; sampling as
+    """The whole step of a model with `max_seqs` decodes, or with `chunk_tokens` places for them and for chunks; sampling as
     the devices get it."""
     config = MODELS[model]
     limits = RunnerLimits(
@@ -78,7 +78,7 @@ def engine_step(
         max_context=max_context,
         vocab_size=config.vocab_size,
     )
-    bucket = Bucket(chunk_tokens, chunk_tokens // 16, max_seqs)
+    bucket = Bucket(chunk_tokens or max_seqs, chunk_tokens // 16, max_seqs)
     mesh, dtype = mesh_of(devices, expert_parallel), np.dtype(jnp.bfloat16)
     engine = EngineConfig(weight_dtype=weight_dtype, quant_matmul="auto" if weight_dtype == "auto" else impl)
     return abstract_step(
