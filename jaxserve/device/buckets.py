@@ -59,13 +59,13 @@ def doubling(low: int, high: int) -> list[int]:
 def enumerate_buckets(limits: RunnerLimits) -> tuple[Bucket, ...]:
     """All buckets.
 
-    Decodes alone come in powers of two, but for 2 and 16, which would take an eighth less time than 4 and 32 at most. Steps
-    with chunks come at the full token budget, a quarter and a sixteenth of it, but with twice as many places as there may be
-    decodes, so that there is room beside them; each bucket more costs a second of every start and up to 100 MB. The largest
-    holds `max_step_tokens` tokens in `max_seqs` rows of either kind, so every plan has a bucket.
+    Decodes alone come in powers of two, but for 2, 4 and 16, which would take an eighth to a quarter less time than 8 and 32:
+    each bucket more costs a second of every start and up to 100 MB. Steps with chunks come at the full token budget, a
+    quarter and a sixteenth of it, but with twice as many places as there may be decodes, so that there is room beside them.
+    The largest holds `max_step_tokens` tokens in `max_seqs` rows of either kind, so every plan has a bucket.
     """
     seqs, tokens = limits.max_seqs, limits.max_step_tokens
-    decode_only = [Bucket(size, 0, size) for size in doubling(1, seqs) if size not in (2, 16) or size == seqs]
+    decode_only = [Bucket(size, 0, size) for size in doubling(1, seqs) if size not in (2, 4, 16) or size == seqs]
     sizes = sorted({min(tokens, max(16, 2 * seqs, tokens // part)) for part in (1, 4, 16)})
     rows = {size: seqs if size == tokens else min(seqs, max(2, size // TOKENS_PER_CHUNK_ROW)) for size in sizes}
     return (*decode_only, *(Bucket(size, rows[size], seqs) for size in sizes))

@@ -1,11 +1,11 @@
 """Which of XLA's CPU libraries computes a step's products, chosen once at start-up.
 
 XLA's CPU compiler gives a product to YNNPACK, oneDNN or its own code. Steps of few tokens have sums instead, see
-`models.layers.linear`. For decodes of several sequences oneDNN is faster than the default where jaxlib has it (0.85 of a
-step's time at 8 sequences, 0.92 at 32, on 2 AVX512 cores); for chunks it is slower, since the default computes reductions in
-YNNPACK too. A program with oneDNN in it cannot be kept in the persistent cache (jaxlib 0.12), which costs seconds at every
-start, so it is taken where it pays most. Products of bfloat16 it computes three times slower than the default does. Other
-platforms compile as they are.
+`models.layers.linear`. For decodes of many sequences oneDNN is faster than the default where jaxlib has it (0.65 to 0.92 of a
+step's time at 32, on two kinds of 2 AVX512 cores); for chunks it is slower, since the default computes reductions in YNNPACK
+too. A program with oneDNN in it cannot be kept in the persistent cache (jaxlib 0.12), which costs seconds at every start, so
+it is taken where it pays most. Products of bfloat16 it computes three times slower than the default does. Other platforms
+compile as they are.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.device.buckets import Bucket
-from pallas_kernels.cpu_sums import most_columns
 
 logger = logging.getLogger(__name__)
 
-ONEDNN_DECODES = (8, 32)
+ONEDNN_DECODES = 32
 """Decodes alone of so many sequences."""
 
 Options = dict[str, str | bool | int]
@@ -64,8 +63,7 @@ def sampling_options() -> Options:
 
 def uses_onednn(bucket: Bucket, dtype: np.dtype) -> bool:
     """Whether oneDNN computes the products of this bucket's step, so that it is compiled anew at every start."""
-    wanted = not bucket.has_chunks and bucket.num_single in ONEDNN_DECODES and bucket.num_single > most_columns()
-    wanted = wanted and dtype == np.float32
+    wanted = not bucket.has_chunks and bucket.num_single == ONEDNN_DECODES and dtype == np.float32
     if not (wanted and jax.default_backend() == "cpu" and _has_onednn()):
         return False
     # Here, before anything compiles: a filter that one thread adds is lost when another leaves `catch_warnings`.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.cpu_sums import most_columns
+from pallas_kernels.cpu_sums import MOST_COLUMNS
 
 Head = Callable[[Float[Array, "E B"]], tuple[Float[Array, "V B"], Float[Array, "E B"]]]
 """Logits and hidden states of tokens as they leave the layers."""
@@ -31,7 +31,7 @@ def by_blocks(
     head: Head, states: Float[Array, "E R"], num_rows: Int[Array, ""]
 ) -> tuple[Float[Array, "V R"], Float[Array, "E R"]]:
     """`head_of_rows` in a loop over blocks of the columns that a product sums best."""
-    most, block = states.shape[1], most_columns()
+    most, block = states.shape[1], MOST_COLUMNS
     if most <= block:
         return head(states)
 

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.models.quant import QuantMatrix
-from pallas_kernels.cpu_sums import most_columns, product_by_sums
+from pallas_kernels.cpu_sums import MOST_COLUMNS, product_by_sums
 
 AxisName = str | tuple[str, ...]
 """A mesh axis, or several as if they were one."""
@@ -27,7 +27,7 @@ def linear(weights: Float[Array, "..."] | QuantMatrix, x: Float[Array, "in T"]) 
     if isinstance(weights, QuantMatrix):
         return weights.times(x)
     weights = weights.reshape(-1, x.shape[0])
-    if x.shape[1] <= most_columns():
+    if x.shape[1] <= MOST_COLUMNS:
         return lax.platform_dependent(weights, x, cpu=product_by_sums, default=_product)
     return _product(weights, x)
 

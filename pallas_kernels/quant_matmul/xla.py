@@ -5,7 +5,7 @@ more than never having quantised. Three ways around it:
 
 - Eight bits with a scale a row: products of integers, which XLA gives to YNNPACK, which has them at three to four times the
   rate of float32 on a CPU with VNNI. Activations in floats are rounded to 15 bits of a token's largest and written with two
-  digits of eight bits: one product with twice the columns. One token is a sum that converts as it reads.
+  digits of eight bits: one product with twice the columns. Few tokens are sums that convert as they read.
 - Groups, few tokens: a product written out as multiplications and additions of 16 lanes along `in`, all of a row's terms in
   one elementwise loop, which the compiler vectorises with the conversion in it. What is left, 16 sums a row, is added up by a
   product with ones. Each weight is read once, as a byte or half of one.
@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int8, Num
 
 from pallas_kernels import pytree
-from pallas_kernels.cpu_sums import product_by_sums
+from pallas_kernels.cpu_sums import MOST_COLUMNS, product_by_sums
 from pallas_kernels.quant_matmul.packing import high_half, low_half, pack_int4
 from pallas_kernels.quant_matmul.weights import Form, QuantActivations, QuantWeights, check_rows, dequantize_rows, form_of
 
@@ -108,7 +108,7 @@ def _by_integers(x: Num[Array, "in T"], weights: Laid) -> Float[Array, "out T"]:
         digits = [x]
     else:
         digits, scales = _to_digits(x.astype(jnp.float32), weights.tuning.digits)
-    if x.shape[1] == 1:
+    if x.shape[1] <= MOST_COLUMNS:
         whole = sum(digit.astype(jnp.float32) * float(BASE**power) for power, digit in enumerate(digits))
         out = product_by_sums(weights.values, jnp.asarray(whole))
     else:

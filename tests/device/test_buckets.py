@@ -91,12 +91,12 @@ def test_the_lattice_is_small_and_holds_no_bucket_twice(limits: RunnerLimits) ->
 
 
 @given(any_limits())
-def test_decodes_alone_pad_to_one_four_eight_or_a_power_of_two_from_32(limits: RunnerLimits) -> None:
+def test_decodes_alone_pad_to_one_eight_or_a_power_of_two_from_32(limits: RunnerLimits) -> None:
     buckets = enumerate_buckets(limits)
     for count in range(1, limits.max_seqs + 1):
         chosen = choose_bucket(buckets, count, 0, 0)
         assert chosen.has_chunks is False
-        most = next((size for size in (1, 4, 8) if size >= count), max(32, 2 * count))
+        most = next((size for size in (1, 8) if size >= count), max(32, 2 * count))
         assert count <= chosen.num_single <= most
 
 

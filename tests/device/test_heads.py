@@ -13,7 +13,7 @@ from jaxserve.device.heads import by_blocks, head_of_rows
 from jaxserve.device.pack import KnownTokens
 from jaxserve.device.scoring import BLOCK, score
 from jaxserve.models.layers import linear
-from pallas_kernels.cpu_sums import most_columns
+from pallas_kernels.cpu_sums import MOST_COLUMNS
 
 VOCAB, HIDDEN = 40, 16
 
@@ -34,7 +34,7 @@ def test_rows_that_sample_have_their_logits(most: int) -> None:
         found = [np.asarray(x) for x in run(states, num_rows)]
         np.testing.assert_allclose(found[0][:, :num_rows], logits[:, :num_rows], rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(found[1][:, :num_rows], hidden[:, :num_rows])
-        computed = most if most <= most_columns() else min(most, -(-num_rows // most_columns()) * most_columns())
+        computed = most if most <= MOST_COLUMNS else min(most, -(-num_rows // MOST_COLUMNS) * MOST_COLUMNS)
         assert (np.abs(found[0]).sum(axis=0) > 0).sum() == computed
 
 

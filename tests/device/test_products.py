@@ -23,7 +23,7 @@ def test_a_product_with_two_sums_after_it(tmp_path: Path) -> None:
     """A bias and the residual: taken into one call of oneDNN, both sums were wrong."""
     reference = load_tiny("biases")
     path = write_hf_directory(reference, tmp_path / "model")
-    num = max(ONEDNN_DECODES)
+    num = ONEDNN_DECODES
     engine = EngineConfig(dtype="float32", max_seqs=num, max_step_tokens=64, max_context=64, num_pages=64, page_size=8)
     runner = checkpoint_runner(path, engine, (Bucket(1, 0, 1), Bucket(num, 0, num), Bucket(64, num, num)))
     prompts = np.random.default_rng(0).integers(0, reference.config["vocab_size"], (num, 6)).tolist()

@@ -16,7 +16,7 @@ from jaxserve.models.families import model_config_from_hf
 from jaxserve.models.layers import embed, linear, psum, rms_norm
 from jaxserve.models.rope import rotary_frequencies, rotate, rotate_tokens_first
 from jaxserve.models.sharding import TENSOR, make_mesh
-from pallas_kernels import cpu_sums
+from pallas_kernels.cpu_sums import ROWS
 from tests.references.load import load_tiny
 from tests.references.test_references import rope_frequencies
 
@@ -74,7 +74,7 @@ def test_linear_accumulates_bfloat16_in_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_out", [1, 6, 7, 8])
+@pytest.mark.parametrize("num_out", [1, 6, 7, 14])
 @pytest.mark.parametrize("num_columns", [1, 2, 3, 4, 7, 8, 9])
 def test_linear(num_columns: int, num_out: int, dtype: str) -> None:
     weights, x = normal(num_out, 100, dtype=dtype), normal(100, num_columns, dtype=dtype)
@@ -87,24 +87,11 @@ def test_linear(num_columns: int, num_out: int, dtype: str) -> None:
 @pytest.mark.parametrize("num_columns", [1, 4, 8])
 def test_what_a_few_columns_are_made_of_is_computed_once(num_columns: int) -> None:
     """And not again for each row of the weights."""
-    weights, x = normal(8, 64), normal(64, num_columns)
+    weights, x = normal(12, 64), normal(64, num_columns)
     program = jax.jit(lambda weights, x: linear(weights, 2 * x)).lower(weights, x).compile().as_text()
     assert program is not None
     (sums,) = [computation for computation in program.split("\n\n") if " reduce(" in computation]
-    assert sums.count(" multiply(") == 3 * num_columns, "a sum for each of three rows and each column, and nothing else"
-
-
-@pytest.mark.parametrize("num_registers", [16, 32])
-def test_sums_stay_in_registers(num_registers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On processors with few of them fewer rows are summed at a time, and fewer columns at all."""
-    monkeypatch.setattr(cpu_sums, "_num_vector_registers", lambda: num_registers)
-    for num_columns in range(1, cpu_sums.most_columns() + 1):
-        weights, x = normal(8, 64), normal(64, num_columns)
-        lowered = jax.jit(cpu_sums.product_by_sums).lower(weights, x)
-        text = lowered.as_text()
-        num_sums = text.count("stablehlo.multiply")
-        assert num_columns <= num_sums < num_registers
-        np.testing.assert_allclose(lowered.compile()(weights, x), np.asarray(weights) @ np.asarray(x), rtol=1e-5, atol=1e-5)
+    assert sums.count(" multiply(") == ROWS * min(num_columns, 2), "one for each sum"
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
