@@ -14,7 +14,7 @@ TOKENS_PER_CHUNK_ROW = 16
 
 FIXED_PLACES = {"cpu": 16}
 """By platform, the places that take as long as what a step with chunks takes whatever its size: where arithmetic bounds it.
-(48, 109 and 354 ms for 64, 160 and 544 places of the demo model on 2 cores.) On others reading the weights does."""
+(97, 160 and 590 ms for 64, 128 and 512 places of the demo model on 2 cores.) On others reading the weights does."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -49,7 +49,7 @@ class Tuning:
 
     digits: int = 2
     sums_bytes: int = 4 << 20
-    few_tokens: int = 4
+    few_tokens: int = 8
     terms: int = 64
     tile_weights: int = 1 << 20
 
