@@ -87,7 +87,8 @@ class Planner:
         """Tokens that longer rows could have, as `StepSizes.budget` has them, up to what fills any step. Of those that wait
         as many as there are slots for are counted, with what the cache may turn out to have of them."""
         wanted, most = 0, self._sizes.largest
-        waiting = islice(self._waiting, min(most, self._limits.max_seqs - len(self._running)))
+        num_free = self._limits.max_seqs - len(self._running)
+        waiting = islice(self._waiting, num_free) if most and num_free else ()
         for seq in chain(under_way, waiting):
             if wanted >= most:
                 break

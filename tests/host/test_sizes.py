@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jaxserve.device.buckets import Bucket, choose_bucket, enumerate_buckets
 from jaxserve.host.cost import FittedCost, KindCost
 from jaxserve.host.sizes import NO_SIZES, ChunkBudget, StepSizes, fixed_places
+from jaxserve.host.waiting import WaitingQueue
 from tests.host.driver import Driver, make_limits
 
 LIMITS = make_limits(num_pages=256, page_size=16, max_seqs=32, max_step_tokens=512, max_context=2048)
@@ -129,3 +130,16 @@ def test_those_that_wait_for_a_slot_do_not_make_a_step_larger() -> None:
     sizes = StepSizes(BUCKETS, FIXED)
     steps = steps_of([200] * 3, sizes, num_decodes=31)
     assert steps[0] == [97]
+
+
+def test_no_more_that_wait_are_looked_at_than_have_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait, a plan costs what its rows cost."""
+    looked_at = []
+    iterate = WaitingQueue.__iter__
+    monkeypatch.setattr(WaitingQueue, "__iter__", lambda queue: (looked_at.append(seq) or seq for seq in iterate(queue)))
+    driver = Driver(LIMITS, prefill_chunk=512, sizes=StepSizes(BUCKETS, FIXED))
+    for number in range(200):
+        driver.add(str(number), 2)
+    looked_at.clear()
+    assert driver.scheduler.plan() is not None
+    assert 0 < len(looked_at) <= LIMITS.max_seqs
