@@ -41,7 +41,7 @@ REFERENCE = "nine_heads_tied"
 """Nine heads of three KV heads, which two devices do not divide."""
 
 BUCKETS = (Bucket(6, 0, 6), Bucket(32, 6, 6))
-"""Decodes and chunks. Not of 8: those are compiled anew in each run of the tests."""
+"""Decodes and chunks."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ pytestmark = [*CACHED, pytest.mark.slow]
 WINDOW = 50
 ENGINE = EngineConfig(dtype="float32", max_seqs=6, max_step_tokens=32, max_context=704, num_pages=512, page_size=8)
 BUCKETS = (Bucket(6, 0, 6), Bucket(32, 6, 6))
-"""Decodes and chunks. Not of 8: those are compiled anew in each run of the tests."""
+"""Decodes and chunks."""
 TEXT = np.random.default_rng(0).integers(0, TINY_MODEL.vocab_size, 4000)
 MODELS = {
     "all": dataclasses.replace(TINY_MODEL, family="mistral", window=WINDOW, windowed=(True,) * 2),

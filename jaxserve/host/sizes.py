@@ -48,13 +48,13 @@ class StepSizes:
 
     def __init__(self, buckets: Iterable[Bucket], fixed_places: float) -> None:
         self._tokens_per_row = tokens_per_row(buckets)
-        self._seconds = {size: size + fixed_places for size in self._tokens_per_row}
+        self._cost = {size: size + fixed_places for size in self._tokens_per_row}
         self.row_charge = max(self._tokens_per_row.values(), default=1)
 
     @property
     def largest(self) -> int:
         """Places of the largest step; 0 where there is no choice."""
-        return max(self._seconds, default=0)
+        return max(self._cost, default=0)
 
     def budget(self, num_decodes: int, wanted: int) -> ChunkBudget | None:
         """What longer rows of the next step may have; None for no bound.
@@ -67,7 +67,7 @@ class StepSizes:
             num_decodes: rows of one token in it.
             wanted: tokens that longer rows could have, each row counted as `row_charge` at least.
         """
-        sizes = [size for size in self._seconds if size > num_decodes]
+        sizes = [size for size in self._cost if size > num_decodes]
         fitting = [size for size in sizes if size - num_decodes >= wanted]
         if not sizes:
             return None
@@ -76,10 +76,10 @@ class StepSizes:
         if fitting and smaller:
             room = smaller[-1] - num_decodes
             whole, rest = divmod(wanted, room)
-            seconds = whole * self._seconds[smaller[-1]]
+            cost = whole * self._cost[smaller[-1]]
             if rest:
-                seconds += next(self._seconds[small] for small in smaller if small - num_decodes >= rest)
-            if seconds < self._seconds[size]:
+                cost += next(self._cost[small] for small in smaller if small - num_decodes >= rest)
+            if cost < self._cost[size]:
                 size = smaller[-1]
         return ChunkBudget(size - num_decodes, self._tokens_per_row[size])
 
