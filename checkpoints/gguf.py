@@ -75,6 +75,13 @@ class GgufCheckpoint(CheckpointBase):
         self.info(name)
         return self._read(self._parts[name])
 
+    def read_into(self, name: str, target: np.ndarray) -> None:
+        part = self._parts.get(name)
+        if part is None or part.offset or self._stored[part.stored].kind in PLAIN:
+            super().read_into(name, target)
+        else:
+            _dequantise(self._read_raw(part), self._stored[part.stored].kind, target)
+
     def stored_bytes(self) -> Mapping[str, int]:
         counts: collections.Counter[str] = collections.Counter()
         for tensor in self._stored.values():
@@ -92,6 +99,17 @@ class GgufCheckpoint(CheckpointBase):
         return self._read(Part(stored, 0, self._stored[stored].shape)).astype(np.float32, copy=False)
 
     def _read(self, part: Part) -> np.ndarray:
+        kind = self._stored[part.stored].kind
+        raw, plain = self._read_raw(part), PLAIN.get(kind)
+        if plain is None:
+            values = aligned_empty(part.shape, np.dtype(np.float32))
+            _dequantise(raw, kind, values)
+        else:
+            values = raw.view(plain).reshape(part.shape)
+        return values if not part.offset else values.astype(np.float32) + np.float32(part.offset)
+
+    def _read_raw(self, part: Part) -> np.ndarray:
+        """Bytes of a part, its rows in the order that it wants."""
         tensor = self._stored[part.stored]
         # Rows are whole blocks, and parts are whole rows.
         block_size, block_bytes = GGML_QUANT_SIZES[tensor.kind]
@@ -102,10 +120,7 @@ class GgufCheckpoint(CheckpointBase):
             rows = raw.reshape(part.shape[0], -1)
             order = rows_from_interleaved(part.shape[0], part.heads)
             raw = np.take(rows, order, axis=0, out=aligned_empty(rows.shape, rows.dtype)).reshape(-1)
-        plain = PLAIN.get(tensor.kind)
-        values = _dequantise(raw, tensor.kind) if plain is None else raw.view(plain)
-        values = values.reshape(part.shape)
-        return values if not part.offset else values.astype(np.float32) + np.float32(part.offset)
+        return raw
 
 
 def _parts(shapes: dict[str, tuple[int, ...]], row: Any, config: dict[str, Any], path: Path) -> dict[str, Part]:
@@ -128,14 +143,14 @@ def _prepare(tensors: dict[str, GgufTensor], path: Path) -> None:
         QUANTISED[quantised].init_grid()
 
 
-def _dequantise(raw: np.ndarray, quantisation: GGMLQuantizationType) -> np.ndarray:
+def _dequantise(raw: np.ndarray, quantisation: GGMLQuantizationType, target: np.ndarray) -> None:
+    """Write what the bytes mean into `target`, C-contiguous, converted to its dtype."""
     kind = QUANTISED[quantisation]
     block_size, block_bytes = GGML_QUANT_SIZES[quantisation]
     blocks = raw.reshape(-1, block_bytes)
-    values = aligned_empty((len(blocks), block_size), np.dtype(np.float32))
+    values = target.reshape(len(blocks), block_size)
     step = max(1, CHUNK_VALUES // block_size)
     # A damaged scale may be infinite or NaN; that no checksum covers it is the format's weakness, not worth a warning.
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(blocks), step):
             values[start : start + step] = kind.dequantize_blocks(blocks[start : start + step])
-    return values

@@ -31,24 +31,37 @@ class TensorSource:
 
     Attributes:
         names: the checkpoint's tensors, in the order in which `transform` takes them.
-        transform: makes the parameter of the tensors; None takes the only tensor as it is. Runs on a worker thread, on
-            arrays that hold something else once it has returned; it may return a view of one.
-        shapes: what the tensors' shapes must be, one for each name. None means the parameter's own shape without a
-            transform, and is not checked before loading with one.
+        transform: makes the parameter of the tensors. Runs on a worker thread, on arrays that hold something else once it
+            has returned; it may return a view of one.
+        shapes: what the tensors' shapes must be, one for each name. None means the parameter's own shape for a tensor as it
+            is, and is not checked before loading otherwise.
         finish: makes what is kept of the parameter once it is on its devices, where that is something else. Runs for one
             parameter after the other.
+        parts: where the parameter is the tensors side by side, of an array of its shape the views that they fill, each with
+            as many values in the same order; whatever no view covers it sets itself. Without it and a transform the
+            parameter is the only tensor as it is.
+        memory: C-contiguous, of the parameter's shape and dtype, to make it in; None for memory of its own.
     """
 
     names: tuple[str, ...]
     transform: Callable[[list[np.ndarray]], np.ndarray] | None = None
     shapes: tuple[tuple[int, ...], ...] | None = None
     finish: Callable[[jax.Array], Any] | None = None
+    parts: Callable[[np.ndarray], list[np.ndarray]] | None = None
+    memory: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        if self.transform is None and len(self.names) != 1:
-            raise ValueError(f"a source without a transform takes one tensor, found {self.names}")
+        if self.transform and self.parts:
+            raise ValueError(f"a source has a transform or parts, not both, as that of {self.names}")
+        if self.is_tensor and len(self.names) != 1:
+            raise ValueError(f"a source without a transform or parts takes one tensor, found {self.names}")
         if self.shapes is not None and len(self.shapes) != len(self.names):
             raise ValueError(f"{len(self.names)} names but {len(self.shapes)} shapes")
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the parameter is a tensor as it is."""
+        return self.transform is None and self.parts is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +151,14 @@ def _check(checkpoint: Checkpoint, leaves: Sequence[_Leaf], ignore: Sequence[str
 
 def _problem(leaf: _Leaf, position: int, found: TensorInfo | None) -> Iterator[str]:
     source = leaf.source
-    shape = source.shapes[position] if source.shapes else leaf.target.shape if source.transform is None else None
+    shape = source.shapes[position] if source.shapes else leaf.target.shape if source.is_tensor else None
     where = f"{source.names[position]} (for {leaf.path})"
     expected = f"shape {shape}" if shape is not None else "a tensor"
     if found is None:
         yield f"missing: {where}: expected {expected}, found nothing"
     elif shape is not None and found.shape != tuple(shape):
         yield f"mis-shaped: {where}: expected {expected}, found {found}"
-    elif source.transform is None and is_floating(found.dtype) != is_floating(np.dtype(leaf.target.dtype)):
+    elif source.is_tensor and is_floating(found.dtype) != is_floating(np.dtype(leaf.target.dtype)):
         yield f"of another kind: {where}: expected {np.dtype(leaf.target.dtype).name}, found {found}"
 
 
@@ -166,7 +179,7 @@ def _stream(checkpoint: Checkpoint, leaves: Sequence[_Leaf]) -> Iterator[tuple[i
     held = 0
     scratch = _Scratch()
     # Memory that is kept for the next parameter fits where the last ones will be; for them there is none.
-    kept = NUM_THREADS * max((_host_cost(checkpoint, leaf) for leaf in leaves if leaf.source.transform), default=0)
+    kept = NUM_THREADS * max((_host_cost(checkpoint, leaf) for leaf in leaves if not leaf.source.is_tensor), default=0)
     after = [*itertools.accumulate(_nbytes(leaf.target) for leaf in reversed(leaves))][::-1]
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
         try:
@@ -222,33 +235,50 @@ def _make(checkpoint: Checkpoint, leaf: _Leaf, scratch: _Scratch, scratch_is_kep
     """Read a parameter's tensors and make of them an array that a CPU device can take over."""
     source, target = leaf.source, leaf.target
     if source.transform is None:
-        _check_shape(checkpoint, leaf, checkpoint.tensors[source.names[0]].shape)
-        made = aligned_empty(tuple(target.shape), np.dtype(target.dtype))
-        checkpoint.read_into(source.names[0], made)
+        made = _memory(source, tuple(target.shape), np.dtype(target.dtype))
+        views = [made] if source.parts is None else source.parts(made)
+        for name, view in zip(source.names, views, strict=True):
+            _fill(checkpoint, leaf, name, view, scratch, scratch_is_kept)
         return made
     infos = [checkpoint.tensors[name] for name in source.names]
     with scratch.arrays(infos, is_kept=scratch_is_kept) as tensors:
         for position, name in enumerate(source.names):
             checkpoint.read_into(name, tensors[position])
         values = source.transform(tensors)
-        _check_shape(checkpoint, leaf, values.shape)
+        if values.shape != tuple(target.shape):
+            raise _misshapen(checkpoint, leaf, tuple(target.shape), values.shape)
         dtype = np.dtype(target.dtype)
         is_own = not any(np.may_share_memory(values, tensor) for tensor in tensors)
-        if is_own and values.dtype == dtype and values.flags.c_contiguous and values.ctypes.data % ALIGNMENT == 0:
+        may_stay = is_own and source.memory is None
+        if may_stay and values.dtype == dtype and values.flags.c_contiguous and values.ctypes.data % ALIGNMENT == 0:
             return values
         if is_own:
             tensors.clear()
-        made = aligned_empty(values.shape, dtype)
+        made = _memory(source, values.shape, dtype)
         np.copyto(made, values, casting="unsafe")
     return made
 
 
-def _check_shape(checkpoint: Checkpoint, leaf: _Leaf, shape: tuple[int, ...]) -> None:
-    if shape != tuple(leaf.target.shape):
-        raise CheckpointError(
-            f"{checkpoint.path}: {leaf.path} made of {', '.join(leaf.source.names)}: "
-            f"expected shape {tuple(leaf.target.shape)}, found {shape}"
-        )
+def _fill(checkpoint: Checkpoint, leaf: _Leaf, name: str, view: np.ndarray, scratch: _Scratch, scratch_is_kept: bool) -> None:
+    """Read a tensor into its part of a parameter."""
+    info = checkpoint.tensors[name]
+    if math.prod(info.shape) != view.size or (leaf.source.is_tensor and info.shape != view.shape):
+        raise _misshapen(checkpoint, leaf, view.shape, info.shape)
+    if view.flags.c_contiguous:
+        checkpoint.read_into(name, view.reshape(info.shape))
+        return
+    with scratch.arrays([info], is_kept=scratch_is_kept) as tensors:
+        checkpoint.read_into(name, tensors[0])
+        np.copyto(view, tensors[0].reshape(view.shape), casting="unsafe")
+
+
+def _memory(source: TensorSource, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    return aligned_empty(shape, dtype) if source.memory is None else source.memory
+
+
+def _misshapen(checkpoint: Checkpoint, leaf: _Leaf, expected: tuple[int, ...], found: tuple[int, ...]) -> CheckpointError:
+    made_of = ", ".join(leaf.source.names)
+    return CheckpointError(f"{checkpoint.path}: {leaf.path} made of {made_of}: expected shape {expected}, found {found}")
 
 
 def _to_device(values: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:

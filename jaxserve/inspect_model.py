@@ -22,7 +22,7 @@ from checkpoints.hf_files import GENERATION, read_config, read_tokenizer
 from checkpoints.sources import HUB_PREFIX, describe_from_hub
 from checkpoints.text_part import text_part
 from jaxserve.config import EngineConfig
-from jaxserve.device.abstract import pool_shape
+from jaxserve.device.abstract import page_bytes
 from jaxserve.device.build import choose_weight_form, kv_dtype_of, weight_bytes
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_config import ModelConfig
@@ -262,10 +262,10 @@ def fit(
     form = choose_weight_form(engine, config, chip.platform, chip.device_kind, floats)
     of_weights = weight_bytes(config, mesh, floats, form)
     impl = _attention(config, chip, num_devices, floats, kv_in)
-    page_bytes = config.num_layers * math.prod(pool_shape(config, 1, PAGE_SIZE, mesh, impl)) * kv_in.itemsize
+    of_page = page_bytes(config, PAGE_SIZE, mesh, kv_in, impl)
     num_memories = 1 if chip.platform == "cpu" else num_devices
     kv_bytes = max(0, int(chip.memory * USABLE) * num_memories - of_weights * num_devices)
-    pages = kv_bytes // page_bytes
+    pages = kv_bytes // of_page
     return Fit(
         chip=chip.name,
         devices=num_devices,
@@ -274,7 +274,7 @@ def fit(
         weight_dtype=floats.name if form is None else engine.weight_dtype,
         kv_dtype="fp8" if kv_in.itemsize == 1 and kv_in != np.int8 else kv_in.name,
         weight_bytes=of_weights,
-        kv_bytes_per_token=page_bytes // PAGE_SIZE,
+        kv_bytes_per_token=of_page // PAGE_SIZE,
         kv_bytes=kv_bytes,
         sequences={context: pages * config.num_layers // layer_pages(config, context) for context in contexts_of(config)},
     )

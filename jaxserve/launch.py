@@ -144,7 +144,8 @@ def _load(checkpoint: Checkpoint, engine: EngineConfig, report: Progress, meanwh
     constraints = Constraints(tokenizer, runner.limits.vocab_size, model_config.eos_token_ids)
 
     def load_weights() -> Weights:
-        params = load_params(checkpoint, model_config, mesh, dtype, partial(report, "load"), runner.weight_form)
+        how = partial(report, "load"), runner.weight_form, runner.layer_memory
+        params = load_params(checkpoint, model_config, mesh, dtype, *how)
         scales = find_kv_scales(engine, checkpoint, model_config, params, mesh, dtype)
         meanwhile(constraints)
         return Weights(params, scales)

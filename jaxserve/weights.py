@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from checkpoints.tree import TensorSource, check_tree, load_tree
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import kv_dtype_of
 from jaxserve.device.kv_scales import measure_scales, scales_of_checkpoint
+from jaxserve.device.layer_memory import LayerMemory
 from jaxserve.device.step import has_scales
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
@@ -54,10 +56,18 @@ def load_params(
     dtype: np.dtype,
     progress: Callable[[int, int], None] | None = None,
     form: WeightForm | None = None,
+    memory: LayerMemory | None = None,
 ) -> Any:
-    """Stream a checkpoint onto the mesh as the family's parameters; with `form`, each is quantised once it is there."""
+    """Stream a checkpoint onto the mesh as the family's parameters; with `form`, each is quantised once it is there.
+
+    Args:
+        memory: where layers are made, if not in memory of their own.
+    """
     finish = None if form is None else lambda spec, array: quantize(spec, array, mesh, form)
     abstract, mapping, ignored = _params_wanted(model_config, mesh, dtype, form, finish)
+    if memory is not None:
+        layers = jax.tree.map(lambda source, place: replace(source, memory=place), mapping.layers, memory.places)
+        mapping = replace(mapping, layers=layers)
     return load_tree(checkpoint, abstract, mapping, ignore=ignored, progress=progress)
 
 
@@ -77,13 +87,22 @@ def _params_wanted(
         names = tuple(name for name, _ in spec.tensors)
         shapes = tuple(shape for _, shape in spec.tensors)
         last = None if finish is None else partial(finish, spec)
-        if spec.build is None and padded == spec.shape:
-            return TensorSource(names, None, shapes, last)
-        build = spec.build or (lambda tensors: tensors[0])
-        return TensorSource(names, lambda tensors: pad_to(build(tensors), padded), shapes, last)
+        if spec.build is not None:
+            build = spec.build
+            return TensorSource(names, lambda tensors: pad_to(build(tensors), padded), shapes=shapes, finish=last)
+        parts = None if spec.parts is None and padded == spec.shape else partial(_unpadded_parts, spec)
+        return TensorSource(names, parts=parts, shapes=shapes, finish=last)
 
     ignored = family.ignored_tensors + (("lm_head.weight",) if model_config.tie_embeddings else ())
     return loaded_params(specs, mesh, dtype, form), map_specs(source, specs), ignored
+
+
+def _unpadded_parts(spec: ParamSpec, padded: np.ndarray) -> list[np.ndarray]:
+    """`spec.parts` of a padded parameter, whose padding becomes zeros."""
+    if padded.shape != spec.shape:
+        padded[...] = 0
+    whole = padded[tuple(slice(size) for size in spec.shape)]
+    return [whole] if spec.parts is None else spec.parts(whole)
 
 
 def read_kv_scales(checkpoint: Checkpoint, model_config: ModelConfig, mesh: Mesh) -> jax.Array | None:

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpoints.checkpoint import open_checkpoint
 from jaxserve.device.abstract import pool_shape
-from jaxserve.device.step import POOL_AXES, SCALE_AXES
+from jaxserve.device.layer_memory import LayerMemory
+from jaxserve.device.step import POOL_AXES, SCALE_AXES, SHARED_POOL_AXES
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.batch import NO_PAGE, StepBatch
 from jaxserve.models.families import FAMILIES, model_config_from_hf
@@ -41,6 +42,7 @@ class PagedModel:
         capacity: tokens that the sequence may have.
         kv_dtype: of the pools; `dtype` where empty. Eight bits need `kv_scales`.
         compiler_options: of XLA, such as `UNOPTIMISED`.
+        as_on_cpu: whether layers share a pool, and decodes run them in one loop, as the engine has it on CPU.
     """
 
     def __init__(
@@ -57,16 +59,25 @@ class PagedModel:
         expert_parallel: int = 1,
         experts_impl: str = "xla",
         compiler_options: Mapping[str, Any] = OPTIMISED,
+        as_on_cpu: bool = False,
     ) -> None:
         self.config = config
         self._compiler_options = dict(compiler_options)
         self._attention_impl = attention_impl
         self._experts_impl = experts_impl
-        self.params = lay_out(params, experts_impl)
+        self.params = self._decode_params = lay_out(params, experts_impl)
+        self._as_on_cpu = as_on_cpu
+        if as_on_cpu:
+            layers = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.params.layers
+            )
+            self.params, self._decode_params = LayerMemory(layers).adopt(self.params)
         self._mesh = make_mesh(tensor_parallel, expert_parallel)
         self._num_pages = -(-capacity // PAGE_SIZE) + 2
         self._table = np.random.default_rng(0).permutation(self._num_pages)[:-2].astype(np.int32)
-        self._pool_spec = partition_spec(POOL_AXES)
+        self._pool_specs = (partition_spec(POOL_AXES),) * config.num_layers
+        if as_on_cpu:
+            self._pool_specs = (partition_spec(SHARED_POOL_AXES),)
         self._kv_dtype = pool_dtype(attention_impl, kv_dtype or dtype)
         self._kv_scales = kv_scales
         self._programs: dict[int, Any] = {}
@@ -95,9 +106,10 @@ class PagedModel:
         """Forget the sequence: the next token is its first."""
         self.length = 0
         shape = pool_shape(self.config, self._num_pages, PAGE_SIZE, self._mesh, self._attention_impl)
-        sharding = NamedSharding(self._mesh, self._pool_spec)
-        layers = range(self.config.num_layers)
-        self._pools = tuple(jax.device_put(jnp.zeros(shape, self._kv_dtype), sharding) for _ in layers)
+        if self._as_on_cpu:
+            shape = (shape[0], self.config.num_layers, *shape[1:])
+        shardings = [NamedSharding(self._mesh, spec) for spec in self._pool_specs]
+        self._pools = tuple(jax.device_put(jnp.zeros(shape, self._kv_dtype), sharding) for sharding in shardings)
 
     def feed(self, tokens: Sequence[int] | np.ndarray, *, width: int) -> np.ndarray:
         """Append `tokens`, at most `width` of them, in one step of `width` tokens; their logits, [tokens, V].
@@ -121,7 +133,8 @@ class PagedModel:
         if width not in self._programs:
             self._programs[width] = self._compile(width)
         batch = jax.tree.map(jnp.asarray, batch)
-        logits, self._pools = self._programs[width](self.params, self._pools, batch, self._kv_scales)
+        params = self._decode_params if width == 1 else self.params
+        logits, self._pools = self._programs[width](params, self._pools, batch, self._kv_scales)
         return np.asarray(logits).T[:count]
 
     def feed_all(self, tokens: Sequence[int] | np.ndarray, *, width: int) -> np.ndarray:
@@ -140,8 +153,9 @@ class PagedModel:
             return family.head(params, states, self.config)[0], pools
 
         everywhere = PartitionSpec()
-        param_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.params)
-        pool_specs = (self._pool_spec,) * self.config.num_layers
+        params = self._decode_params if width == 1 else self.params
+        param_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
+        pool_specs = self._pool_specs
         sharded = jax.shard_map(
             step,
             mesh=self._mesh,

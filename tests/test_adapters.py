@@ -15,6 +15,7 @@ from jaxserve.adapters import PeftSource
 from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.build import build_runner
+from jaxserve.device.layer_memory import LayerMemory
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.device.step import make_step
 from jaxserve.request import Adapter, Request, SamplingParams
@@ -68,11 +69,13 @@ class Case:
     @contextmanager
     def merged(self, runner: DeviceRunner, name: str) -> Iterator[None]:
         """`runner` with the weights of `path(name)` for its own."""
-        kept = runner._params
+        kept = runner._params, runner._stacked_params
+        if runner.layer_memory is not None:
+            runner.layer_memory = LayerMemory(runner.abstract_params.layers)
         with open_checkpoint(self.path(name)) as checkpoint:
-            runner._params = load_params(checkpoint, runner._config, runner._mesh, np.dtype(np.float32))
+            runner._hold(load_params(checkpoint, runner._config, runner._mesh, np.dtype(np.float32)))
         yield
-        runner._params = kept
+        runner._params, runner._stacked_params = kept
 
 
 @pytest.fixture(scope="module")

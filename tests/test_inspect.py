@@ -18,8 +18,8 @@ import pytest
 from checkpoints.convert import convert
 from jaxserve.__main__ import DEVICES, main
 from jaxserve.config import EngineConfig
+from jaxserve.device.abstract import page_bytes
 from jaxserve.device.build import weight_bytes
-from jaxserve.device.runner import page_bytes
 from jaxserve.inspect_model import CHIPS, fit, fits, inspect, layer_pages, smallest_fit, this_computer
 from jaxserve.inspect_report import count, fits_of_chips, size
 from jaxserve.models.families import model_config_from_hf

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench.device.measure import ON_GPU, Ceilings, Row, print_table
+from jaxserve.device.abstract import pool_shape
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.pack import pack
-from jaxserve.device.runner import pool_shape
 from jaxserve.device.sampler import empty_state
 from jaxserve.device.step import DeviceState, jit_step, make_step, state_shardings
 from jaxserve.model_config import ModelConfig
@@ -98,9 +98,9 @@ def _time_step(config: ModelConfig, params: Any, mesh: Any, batch: int, context:
         vocab_size=config.vocab_size,
     )
     bucket = Bucket(batch, 0, batch)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
-    step = jit_step(make_step(config, limits, bucket, impl), mesh, specs, config.num_layers)
     state = _filled_state(config, limits, mesh, impl)
+    specs, state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (params, state))
+    step = jit_step(make_step(config, limits, bucket, impl), mesh, specs, state_specs)
     uploaded = jax.device_put(pack(_decode_plan(batch, context), bucket, limits)[0])
     best = float("inf")
     for _ in range(4):  # the first compiles

@@ -5,6 +5,8 @@ Owns the shape of the KV pool and the abstract parameters and state of an engine
 
 from __future__ import annotations
 
+import collections
+import math
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,7 @@ from jaxserve.device.step import (
     state_shardings,
 )
 from jaxserve.model_config import ModelConfig
+from jaxserve.models.decoder import shared_places
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.moe import lay_out
 from jaxserve.models.quant import WeightForm, held_params
@@ -42,10 +45,23 @@ def pool_shape(
     return padded_shape((num_pages, config.num_kv_heads, page_size, width), POOL_AXES, mesh)
 
 
-def pages_of_layers(config: ModelConfig, limits: RunnerLimits) -> list[int]:
-    """Pages in each layer's pool."""
-    windows = [config.layer_window(layer) for layer in range(config.num_layers)]
-    return [limits.num_pages if window is None or not limits.local_pages else limits.local_pages for window in windows]
+def page_bytes(config: ModelConfig, page_size: int, mesh: AnyMesh, dtype: np.dtype, attention_impl: str = "xla") -> int:
+    """Bytes of one page in all layers, over all devices of the mesh."""
+    return config.num_layers * math.prod(pool_shape(config, 1, page_size, mesh, attention_impl)) * dtype.itemsize
+
+
+def pool_shapes(
+    config: ModelConfig, limits: RunnerLimits, mesh: AnyMesh, attention_impl: str, *, shared: bool
+) -> list[tuple[int, ...]]:
+    """Shapes of the pools: one a layer, or such as `decoder.shared_places` has them."""
+    places = shared_places(config, has_local=bool(limits.local_pages))
+    num_pages = (limits.num_pages, limits.local_pages)
+    shapes = [pool_shape(config, num_pages[pool], limits.page_size, mesh, attention_impl) for pool, _ in places]
+    if not shared:
+        return shapes
+    num_layers = collections.Counter(pool for pool, _ in places)
+    first = {pool: shape for (pool, _), shape in zip(places, shapes, strict=True)}
+    return [(first[pool][0], num_layers[pool], *first[pool][1:]) for pool in sorted(first)]
 
 
 def scales_shape(config: ModelConfig, mesh: Mesh) -> tuple[int, ...]:
@@ -54,10 +70,16 @@ def scales_shape(config: ModelConfig, mesh: Mesh) -> tuple[int, ...]:
 
 
 def initial_state(
-    config: ModelConfig, limits: RunnerLimits, mesh: Mesh, kv_dtype: np.dtype, attention_impl: str
+    config: ModelConfig,
+    limits: RunnerLimits,
+    mesh: Mesh,
+    kv_dtype: np.dtype,
+    attention_impl: str,
+    *,
+    shared_pools: bool = False,
 ) -> DeviceState:
     """Empty pools and slots, and scales of 1 where pools have any; for `jax.jit` or `jax.eval_shape`."""
-    shapes = [pool_shape(config, pages, limits.page_size, mesh, attention_impl) for pages in pages_of_layers(config, limits)]
+    shapes = pool_shapes(config, limits, mesh, attention_impl, shared=shared_pools)
     return DeviceState(
         pools=tuple(jnp.zeros(shape, pool_dtype(attention_impl, kv_dtype)) for shape in shapes),
         slots=empty_state(limits.max_seqs, limits.max_context, config.vocab_size),
@@ -66,15 +88,21 @@ def initial_state(
 
 
 def abstract_state(
-    config: ModelConfig, limits: RunnerLimits, mesh: Mesh, kv_dtype: np.dtype, attention_impl: str
+    config: ModelConfig,
+    limits: RunnerLimits,
+    mesh: Mesh,
+    kv_dtype: np.dtype,
+    attention_impl: str,
+    *,
+    shared_pools: bool = False,
 ) -> DeviceState:
     """The tree of `jax.ShapeDtypeStruct` with shardings that a runner of these limits holds."""
 
     def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    shapes = jax.eval_shape(lambda: initial_state(config, limits, mesh, kv_dtype, attention_impl))
-    return jax.tree.map(placed, shapes, state_shardings(mesh, config.num_layers, kv_dtype))
+    shapes = jax.eval_shape(lambda: initial_state(config, limits, mesh, kv_dtype, attention_impl, shared_pools=shared_pools))
+    return jax.tree.map(placed, shapes, state_shardings(mesh, len(shapes.pools), kv_dtype, shared_pools=shared_pools))
 
 
 def abstract_step(
@@ -103,8 +131,8 @@ def abstract_step(
     params = lay_out(held_params(FAMILIES[config.family].specs(config), mesh, dtype, weight_form), experts_impl)
     state = abstract_state(config, limits, mesh, kv_dtype, attention_impl)
     upload = abstract_upload(bucket, limits, NamedSharding(mesh, PartitionSpec()))
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
+    specs, state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (params, state))
     choose = partial(sample, draw_impl=draw_impl)
     step = make_step(config, limits, bucket, attention_impl, choose, experts_impl=experts_impl)
-    step = jit_step(step, mesh, specs, config.num_layers, kv_dtype)
+    step = jit_step(step, mesh, specs, state_specs)
     return step, (params, state, upload)

@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
+from jaxserve.device.abstract import page_bytes
 from jaxserve.device.adapters import adapters_bytes
-from jaxserve.device.runner import DeviceRunner, page_bytes
+from jaxserve.device.runner import DeviceRunner
 from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES

@@ -109,17 +109,17 @@ class HostPages:
         return pools, seconds
 
 
-def gather_pages(pools: tuple[Num[Array, "P K B D2"], ...], pages: Int[Array, " n"]) -> Num[Array, "n L K B D2"]:
+def gather_pages(pools: tuple[Num[Array, "P *page"], ...], pages: Int[Array, " n"]) -> Num[Array, "n pools *page"]:
     """Copies of whole pages in every layer."""
     return jnp.stack([pool[pages] for pool in pools], axis=1)
 
 
 def scatter_pages(
-    pools: tuple[Num[Array, "P K B D2"], ...], pages: Int[Array, " n"], contents: Num[Array, "n L K B D2"]
-) -> tuple[Num[Array, "P K B D2"], ...]:
+    pools: tuple[Num[Array, "P *page"], ...], pages: Int[Array, " n"], contents: Num[Array, "n pools *page"]
+) -> tuple[Num[Array, "P *page"], ...]:
     """Write whole pages in every layer, one after the other. In place."""
 
-    def write(index: Int[Array, ""], pools: tuple[Num[Array, "P K B D2"], ...]) -> tuple[Num[Array, "P K B D2"], ...]:
+    def write(index: Int[Array, ""], pools: tuple[Num[Array, "P *page"], ...]) -> tuple[Num[Array, "P *page"], ...]:
         content = lax.dynamic_index_in_dim(contents, index, keepdims=False)
         return tuple(
             lax.dynamic_update_slice_in_dim(pool, content[layer][None], pages[index], axis=0)

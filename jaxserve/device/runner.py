@@ -20,23 +20,25 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.device import compile_counter
-from jaxserve.device.abstract import abstract_state, initial_state, pool_shape
+from jaxserve.device.abstract import abstract_state, initial_state
 from jaxserve.device.adapters import AdapterSlots, abstract_adapters
 from jaxserve.device.buckets import FIXED_PLACES, Bucket, bucket_for_plan, enumerate_buckets, num_samples
 from jaxserve.device.compiler import release_freed_memory, step_options, uses_onednn
 from jaxserve.device.constrained import ConstrainedSampling
 from jaxserve.device.host_pages import HostPages
+from jaxserve.device.layer_memory import has_stacked_step, layer_memory, stacked_abstract
 from jaxserve.device.pack import abstract_upload, pack
 from jaxserve.device.prepare import Preparation
 from jaxserve.device.sampler import Sampled, choose_draw, sample
 from jaxserve.device.scoring import unpack_columns
-from jaxserve.device.step import DeviceState, StepOutput, jit_step, make_step, num_top_logprobs, state_shardings
+from jaxserve.device.step import DeviceState, StepOutput, jit_step, make_step, num_top_logprobs
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.moe import lay_out
 from jaxserve.models.quant import WeightForm, held_params
 from jaxserve.plan import Masks, PlanRow, RunnerLimits, StepPlan, StepResult, StepStats
 from jaxserve.request import TokenLogprobs
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +46,6 @@ COMPILE_THREADS = 2
 WARM_UP_TOKENS = 64
 """Steps of more tokens are not run at warm-up, where they would take as long as a prompt does; but for those of weights in
 eight bits, of which the first run takes some seconds on CPU, since the library that multiplies them prepares itself then."""
-
-
-def page_bytes(config: ModelConfig, page_size: int, mesh: Mesh, dtype: np.dtype, attention_impl: str = "xla") -> int:
-    """Bytes of one page in all layers, over all devices of the mesh."""
-    return config.num_layers * math.prod(pool_shape(config, 1, page_size, mesh, attention_impl)) * dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -139,6 +136,7 @@ class DeviceRunner:
     Attributes:
         abstract_params: the tree of `jax.ShapeDtypeStruct` with shardings that the parameters come as, see `held_params`; the
             runner then lays out experts as `experts_impl` wants them.
+        layer_memory: where layers had best be made, in place; None where it matters not.
     """
 
     def __init__(
@@ -168,8 +166,13 @@ class DeviceRunner:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._kv_dtype = kv_dtype
         self.abstract_params = held_params(FAMILIES[config.family].specs(config), mesh, dtype, weight_form)
-        self._abstract_state = abstract_state(config, limits, mesh, kv_dtype, attention_impl)
+        platform = mesh.devices.flat[0].platform
+        self._shares_pools = platform == "cpu" and IMPLEMENTATIONS[attention_impl].takes_first_page
+        self._abstract_state = abstract_state(config, limits, mesh, kv_dtype, attention_impl, shared_pools=self._shares_pools)
+        is_plain = weight_form is None and self._shares_pools
+        self.layer_memory = layer_memory(config, self.abstract_params, mesh.size, platform) if is_plain else None
         self._params: Any = None
+        self._stacked_params: Any = None
         self._state: DeviceState
         self._preparation: Preparation
         self._host_pages: HostPages | None = None
@@ -177,7 +180,7 @@ class DeviceRunner:
         self._buckets = enumerate_buckets(limits)
         self._steps: dict[tuple[Bucket, int], Any] = {}  # by the shape, and how many adapters there are
         self._constrained: dict[int, ConstrainedSampling] = {}
-        draw_impl, reason = choose_draw(mesh.devices.flat[0].platform, config.vocab_size)
+        draw_impl, reason = choose_draw(platform, config.vocab_size)
         logger.info("sampling: %s, since %s", draw_impl, reason)
         self._draw_impl = draw_impl
         self._choose = partial(sample, draw_impl=draw_impl)
@@ -236,6 +239,7 @@ class DeviceRunner:
             nums_sampled = sorted({num_samples(bucket, self._limits) for bucket in self._buckets})
             constrained = {num: pool.submit(self._compile_constrained, num) for num in nums_sampled}
             weights = load()
+            kv_scales = weights.kv_scales
             for done, future in enumerate(as_completed(compiling), start=1):
                 bucket, limits = compiling[future]
                 self._steps[bucket, limits.max_adapters] = future.result()
@@ -249,7 +253,9 @@ class DeviceRunner:
         finally:
             # Whoever interrupts this does not want to wait for what has not begun.
             pool.shutdown(wait=False, cancel_futures=True)
-        self._params, self._state = lay_out(weights.params, self._experts_impl), self._empty_state(weights.kv_scales)
+        self._hold(weights.params)
+        del weights
+        self._state = self._empty_state(kv_scales)
         for bucket, limits in self._programs():
             if bucket.num_tokens <= WARM_UP_TOKENS or self.weight_form is not None:
                 plan = StepPlan(-1, ())
@@ -272,10 +278,15 @@ class DeviceRunner:
         for _ in range(rounds + 1):
             started = time.perf_counter()
             for _ in range(num_steps):
-                self._state, result = step(self._params, self._state, uploaded)
+                self._state, result = step(self._params_of(bucket, limits), self._state, uploaded)
             result.sampled.block_until_ready()
             seconds.append((time.perf_counter() - started) / num_steps)
         return seconds[1:]
+
+    def _hold(self, params: Any) -> None:
+        self._params = lay_out(params, self._experts_impl)
+        if self.layer_memory is not None:
+            self._params, self._stacked_params = self.layer_memory.adopt(self._params)
 
     def submit(self, plan: StepPlan) -> DeviceStep:
         """Pack and dispatch `plan` without waiting for it."""
@@ -334,13 +345,19 @@ class DeviceRunner:
 
     def _dispatch(self, bucket: Bucket, limits: RunnerLimits, packed: np.ndarray) -> StepOutput:
         uploaded = jax.device_put(packed, self._everywhere)
-        step = self._steps[bucket, limits.max_adapters]
+        step, params = self._steps[bucket, limits.max_adapters], self._params_of(bucket, limits)
         if limits.max_adapters:
             assert self._adapters is not None
-            self._state, output = step(self._params, self._state, uploaded, self._adapters.params)
+            self._state, output = step(params, self._state, uploaded, self._adapters.params)
         else:
-            self._state, output = step(self._params, self._state, uploaded)
+            self._state, output = step(params, self._state, uploaded)
         return output
+
+    def _is_stacked(self, bucket: Bucket, limits: RunnerLimits) -> bool:
+        return self.layer_memory is not None and not limits.max_adapters and has_stacked_step(bucket)
+
+    def _params_of(self, bucket: Bucket, limits: RunnerLimits) -> Any:
+        return self._stacked_params if self._is_stacked(bucket, limits) else self._params
 
     def _compile_constrained(self, num_rows: int) -> ConstrainedSampling:
         width = 2 + 2 * num_top_logprobs(self._config)
@@ -363,14 +380,16 @@ class DeviceRunner:
 
     def _lower(self, step: Callable[..., Any], bucket: Bucket, limits: RunnerLimits) -> Any:
         params = lay_out(self.abstract_params, self._experts_impl)
+        params = stacked_abstract(params) if self._is_stacked(bucket, limits) else params
         adapters = abstract_adapters(self._config, limits, self._mesh, self._dtype)
-        specs, adapters_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (params, adapters))
-        jitted = jit_step(step, self._mesh, specs, self._config.num_layers, self._kv_dtype, adapters_specs)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (params, self._abstract_state, adapters))
+        jitted = jit_step(step, self._mesh, *specs)
         upload = abstract_upload(bucket, limits, self._everywhere)
         arguments = (params, self._abstract_state, upload)
         return jitted.lower(*arguments) if adapters is None else jitted.lower(*arguments, adapters)
 
     def _empty_state(self, kv_scales: jax.Array | None) -> DeviceState:
-        make = partial(initial_state, self._config, self._limits, self._mesh, self._kv_dtype, self.attention_impl)
-        state = jax.jit(make, out_shardings=state_shardings(self._mesh, self._config.num_layers, self._kv_dtype))()
+        how = self._config, self._limits, self._mesh, self._kv_dtype, self.attention_impl
+        make = partial(initial_state, *how, shared_pools=self._shares_pools)
+        state = jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self._abstract_state))()
         return state if kv_scales is None else dataclasses.replace(state, kv_scales=kv_scales)

@@ -29,18 +29,20 @@ from pallas_kernels import pytree
 from pallas_kernels.kv_update import LARGEST
 
 POOL_AXES = ("pages", "kv_heads", "page", "head_dim")
+SHARED_POOL_AXES = ("pages", "layers", *POOL_AXES[1:])
 SCALE_AXES = ("layers", "kv_heads", "key_and_value")
 
 
 @pytree.dataclass
 class DeviceState:
-    """Everything that a step updates in place: a KV pool a layer, and the slots' state. Donated.
+    """Everything that a step updates in place: KV pools and the slots' state. Donated.
 
     Attributes:
+        pools: one a layer, or one that layers share: see `decoder.forward`.
         kv_scales: of pools in eight bits, and no other: what is stored times these is K and V. A step leaves them as they are.
     """
 
-    pools: tuple[Num[Array, "_ K B D2"], ...]
+    pools: tuple[Num[Array, "_ K B D2"] | Num[Array, "_ L K B D2"], ...]
     slots: SlotState
     kv_scales: Float[Array, "L K 2"] | None = None
 
@@ -89,6 +91,8 @@ def make_step(
     ) -> tuple[DeviceState, StepOutput]:
         slots = state.slots
         batch, rows, token_slots, known = unpack(packed, slots.tokens, bucket, limits)
+        # Read once, before they are written over: each use would read them again, and XLA copy them all for that.
+        batch = dataclasses.replace(batch, token_ids=jax.lax.optimization_barrier(batch.token_ids))
         tokens_by_slot = slots.tokens.at[token_slots, batch.positions].set(batch.token_ids)
         slots = dataclasses.replace(slots, tokens=tokens_by_slot)
         states, pools = family.forward(
@@ -130,13 +134,13 @@ def num_top_logprobs(config: ModelConfig) -> int:
     return min(MAX_LOGPROBS, config.vocab_size)
 
 
-def state_shardings(mesh: Mesh, num_layers: int, kv_dtype: Any = None) -> DeviceState:
+def state_shardings(mesh: Mesh, num_pools: int, kv_dtype: Any = None, *, shared_pools: bool = False) -> DeviceState:
     """Where the state lies: KV heads are split over the mesh. There are scales where `kv_dtype` has eight bits."""
-    pool = NamedSharding(mesh, partition_spec(POOL_AXES))
+    pool = NamedSharding(mesh, partition_spec(SHARED_POOL_AXES if shared_pools else POOL_AXES))
     everywhere = NamedSharding(mesh, PartitionSpec())
     slots = SlotState(tokens=everywhere, bias_ids=everywhere, bias_values=everywhere)  # type: ignore[arg-type]
     scales = NamedSharding(mesh, partition_spec(SCALE_AXES)) if has_scales(kv_dtype) else None
-    return DeviceState(pools=(pool,) * num_layers, slots=slots, kv_scales=scales)  # type: ignore[arg-type]
+    return DeviceState(pools=(pool,) * num_pools, slots=slots, kv_scales=scales)  # type: ignore[arg-type]
 
 
 def has_scales(kv_dtype: Any) -> bool:
@@ -148,12 +152,10 @@ def jit_step(
     step: Callable[..., Any],
     mesh: Mesh,
     params_specs: Any,
-    num_layers: int,
-    kv_dtype: Any = None,
+    state_specs: DeviceState,
     adapters_specs: Any = None,
 ) -> Any:
     """`step` over the mesh, with its state donated. It takes adapters if `adapters_specs` say how they are split."""
-    state_specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, num_layers, kv_dtype))
     everywhere = PartitionSpec()
     arguments = (params_specs, state_specs, everywhere)
     sharded = jax.shard_map(

@@ -6,19 +6,19 @@ in its program. Runs inside `shard_map`: all shapes are local.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Num, UInt
 
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.adapters import Adapters, TokenAdapters, add_down, add_gate_up, add_output, add_qkv, without_overflow
 from jaxserve.models.batch import NO_PAGE, StepBatch
-from jaxserve.models.decoder_params import DecoderParams, Experts, Layer, Mlp
+from jaxserve.models.decoder_params import DecoderParams, Experts, Layer, Mlp, StackedLayers
 from jaxserve.models.layers import ACTIVATIONS, embed, linear, psum, rms_norm, scaled, soft_cap
 from jaxserve.models.moe import mixture
 from jaxserve.models.rope import Rotary, rotary_table, rotate, rotate_tokens_first
@@ -29,7 +29,7 @@ from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, sch
 
 def forward(
     params: DecoderParams,
-    pools: tuple[Num[Array, "_ K B D2"], ...],
+    pools: tuple[Num[Array, "_ K B D2"] | Num[Array, "_ L K B D2"], ...],
     batch: StepBatch,
     config: ModelConfig,
     *,
@@ -39,12 +39,13 @@ def forward(
     kv_scales: Float[Array, "L K 2"] | None = None,
     attention_options: Mapping[str, int] | None = None,
     adapters: Adapters | None = None,
-) -> tuple[Float[Array, "E T"], tuple[Num[Array, "_ K B D2"], ...]]:
+) -> tuple[Float[Array, "E T"], tuple[Num[Array, "..."], ...]]:
     """Run one step's tokens through all layers.
 
     Args:
-        pools: one KV pool a layer. One for all would give each layer's kernels constants of their own, and the compiler
-            would compile them thirty times instead of once.
+        params: with `StackedLayers` for a step of few tokens, without adapters, of a model that `has_layers_alike`.
+        pools: one KV pool a layer, or pools that layers share, where a page holds one of each layer: see `shared_places`.
+            Dispatching takes time for each array.
         num_single: leading rows that own one token each at most, as `paged_attention` has it.
         experts_impl: of `grouped_matmul`, for which `moe.lay_out` has laid out the experts, where there are any.
         kv_scales: of pools in eight bits: what is stored times these is K and V of each layer's heads.
@@ -59,27 +60,96 @@ def forward(
     if batch.local is not None:
         own = {field.name: getattr(batch.local, field.name) for field in fields(batch.local)}
         rows = {window: batch if window is None else replace(batch, **own) for window in rows}
+    are_shared = pools[0].ndim == 5
+    if are_shared:
+        places = shared_places(config, has_local=batch.local is not None)
+        num_sharing = {window: pools[place[0]].shape[1] for window, place in zip(windows, places, strict=True)}
+        rows = {window: _in_shared_pages(seen, num_sharing[window]) for window, seen in rows.items()}
     lay_out = partial(
         schedule,
         num_tokens=batch.token_ids.shape[0],
         num_single=num_single,
-        page_size=pools[0].shape[2],
+        page_size=pools[0].shape[-2],
         impl=attention_impl,
         options=attention_options,
     )
     rotary = _rotary_tables(batch, config)
     work = {window: lay_out(seen.block_table, seen.row_offsets, seen.lengths, window=window) for window, seen in rows.items()}
     x = scaled(embed(params.embedding, batch.token_ids, DEVICES), config.embedding_scale)
-    new_pools = []
-    for index, (layer, pool) in enumerate(zip(params.layers, pools, strict=True)):
-        scales = None if kv_scales is None else kv_scales[index]
-        turned = rotary[_rotary_kind(config, index)]
+    block = partial(_block, config=config, impl=attention_impl, experts_impl=experts_impl)
+    if isinstance(params.layers, StackedLayers):
+        (pool,), (window,) = pools, rows
+        run = partial(block, rotary=rotary[_rotary_kind(config, 0)], batch=rows[window], work=work[window])
+        x, pool = _run_stacked(run, params.layers, pool, kv_scales, x)
+        return x, (pool,)
+    held = [pool.reshape(-1, *pool.shape[-3:]) for pool in pools]
+    # Numbers that the compiler does not know, so that all layers' kernels are the same, and compiled once.
+    first_pages = [jax.lax.optimization_barrier(jnp.uint32(0)) if are_shared else None for _ in pools]
+    for index, layer in enumerate(params.layers):
+        where = places[index][0] if are_shared else index
+        first_page = first_pages[where]
         low = None if adapters is None or batch.adapters is None else TokenAdapters(adapters[index], batch.adapters)
         window = windows[index]
-        seen = rows[window], work[window]
-        x, pool = _block(layer, low, pool, scales, x, turned, *seen, config, attention_impl, experts_impl)
-        new_pools.append(pool)
-    return x, tuple(new_pools)
+        x, held[where] = block(
+            layer,
+            held[where],
+            first_page,
+            None if kv_scales is None else kv_scales[index],
+            x,
+            adapters=low,
+            rotary=rotary[_rotary_kind(config, index)],
+            batch=rows[window],
+            work=work[window],
+        )
+        if first_page is not None:
+            first_pages[where] = jax.lax.optimization_barrier(first_page + 1)
+    return x, tuple(new.reshape(pool.shape) for new, pool in zip(held, pools, strict=True))
+
+
+def shared_places(config: ModelConfig, *, has_local: bool) -> list[tuple[int, int]]:
+    """Of pools that layers share: which of them each layer has, and its number among the layers that do.
+
+    Args:
+        has_local: whether layers with a window have pages of their own, in a second pool.
+    """
+    counts = [0, 0]
+    places = []
+    for layer in range(config.num_layers):
+        pool = int(has_local and config.layer_window(layer) is not None)
+        places.append((pool, counts[pool]))
+        counts[pool] += 1
+    return places
+
+
+def has_layers_alike(config: ModelConfig) -> bool:
+    """Whether one loop may run all layers: dense ones of one kind, as `StackedLayers` has them."""
+    kinds = {(config.layer_window(layer), _rotary_kind(config, layer)) for layer in range(config.num_layers)}
+    return config.experts is None and len(kinds) == 1
+
+
+def _in_shared_pages(batch: StepBatch, num_layers: int) -> StepBatch:
+    """`batch` with the ids that pages of the first layer have where each page has one of every layer, in their order."""
+    page_ids = jnp.where(batch.page_ids < NO_PAGE, batch.page_ids * num_layers, NO_PAGE)
+    return replace(batch, page_ids=page_ids, block_table=batch.block_table * num_layers)
+
+
+def _run_stacked(
+    run: Callable[..., tuple[Array, Array]],
+    layers: StackedLayers,
+    pool: Num[Array, "P L K B D2"],
+    kv_scales: Float[Array, "L K 2"] | None,
+    x: Float[Array, "E T"],
+) -> tuple[Float[Array, "E T"], Num[Array, "P L K B D2"]]:
+    """All layers in one loop, compiled as one. Products must read weights where they lie, as sums do: others copy them."""
+
+    def one(carry: tuple[Array, Array], of_layer: tuple[Any, Array, Array | None]) -> tuple[tuple[Array, Array], None]:
+        x, held = carry
+        parts, first_page, scales = of_layer
+        return run(layers.block(parts), held, first_page, scales, x, adapters=None), None
+
+    first_pages = jnp.arange(pool.shape[1], dtype=jnp.uint32)
+    (x, held), _ = jax.lax.scan(one, (x, pool.reshape(-1, *pool.shape[-3:])), (layers.arrays, first_pages, kv_scales))
+    return x, held.reshape(pool.shape)
 
 
 def _rotary_kind(config: ModelConfig, layer: int) -> str:
@@ -114,15 +184,17 @@ def head(
     return soft_cap(scaled(logits[: config.vocab_size], config.logits_scale), config.logits_soft_cap), hidden
 
 
-# Traced once for all layers of a kind. The compiler inlines it, and the layers stay unrolled: a scan over stacked weights
-# copies each layer's slice before use, which on CPU doubles the bytes of a decode.
+# Traced once for all layers of a kind. The compiler inlines it, and the layers stay unrolled but where `StackedLayers` come: a
+# library's product would copy each layer's slice of stacked weights before use.
 @partial(jax.jit, static_argnames=("config", "impl", "experts_impl"))
 def _block(
     layer: Layer,
-    adapters: TokenAdapters | None,
     pool: Num[Array, "P K B D2"],
+    first_page: UInt[Array, ""] | None,
     kv_scales: Float[Array, "K 2"] | None,
     x: Float[Array, "E T"],
+    *,
+    adapters: TokenAdapters | None,
     rotary: Rotary | None,
     batch: StepBatch,
     work: Any,
@@ -136,7 +208,8 @@ def _block(
     def norm(h: Float[Array, "E T"], here: bool) -> Float[Array, "E T"]:
         return rms_norm(h, next(norms), config.rms_norm_eps) if here else h
 
-    attended, pool = _attention(layer, adapters, pool, kv_scales, norm(x, before), rotary, batch, work, config, impl)
+    here = pool, first_page, kv_scales
+    attended, pool = _attention(layer, adapters, *here, norm(x, before), rotary, batch, work, config, impl)
     x = x + scaled(norm(attended, after), config.residual_scale)
     out = _mlp_or_experts(layer.mlp, norm(x, before), adapters, batch, config, experts_impl)
     return x + scaled(norm(out, after), config.residual_scale), pool
@@ -146,6 +219,7 @@ def _attention(
     layer: Layer,
     adapters: TokenAdapters | None,
     pool: Num[Array, "P K B D2"],
+    first_page: UInt[Array, ""] | None,
     kv_scales: Float[Array, "K 2"] | None,
     h: Float[Array, "E T"],
     rotary: Rotary | None,
@@ -173,7 +247,7 @@ def _attention(
         pool,
         keys.transpose(2, 0, 1),
         values.transpose(2, 0, 1),
-        batch.page_ids,
+        batch.page_ids if first_page is None else batch.page_ids + first_page.astype(jnp.int32),
         batch.page_offsets,
         layout=IMPLEMENTATIONS[impl].layout,
         kv_scales=kv_scales,
@@ -186,6 +260,7 @@ def _attention(
         scale=dim**-0.5 if config.attention_scale is None else config.attention_scale,
         soft_cap=config.attention_soft_cap,
         kv_scales=kv_scales,
+        first_page=first_page,
         impl=impl,
     )
     # With the barrier the product finds its operand as it wants it; without, oneDNN transposes it at half the speed.

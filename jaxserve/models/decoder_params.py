@@ -5,11 +5,13 @@ Owns shapes and names. What is computed with them is `decoder.py`'s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from jaxserve.model_config import ExpertsConfig, ModelConfig
 from jaxserve.models.params import ParamSpec
@@ -71,11 +73,34 @@ class Layer:
 
 
 @pytree.dataclass
+class StackedLayers:
+    """Blocks that are alike, for one loop to run: all layers' arrays one below the other.
+
+    Flat, so that an array may take any shape once a layer's part is cut out of it. Cut out of another shape than a product
+    takes, each number's index would be taken apart anew, which is three times slower.
+
+    Attributes:
+        arrays: of each leaf of a block.
+        shapes, structure: how one layer's parts become a block.
+    """
+
+    arrays: tuple[Num[Array, "L _"], ...]
+    shapes: tuple[tuple[int, ...], ...] = pytree.static()
+    structure: Any = pytree.static()
+
+    def block(self, parts: Sequence[Num[Array, " _"]]) -> Layer:
+        """A layer's block of its part of each of `arrays`."""
+        leaves = [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        layer: Layer = jax.tree.unflatten(self.structure, leaves)
+        return layer
+
+
+@pytree.dataclass
 class DecoderParams:
     """The whole model. `lm_head` is None where it is tied to `embedding`."""
 
     embedding: Float[Array, "V E"]
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...] | StackedLayers
     final_norm: Float[Array, " E"]
     lm_head: Float[Array, "V E"] | None
 
@@ -153,11 +178,16 @@ class _LayerSpecs:
         widths = [wide, heads * dim, heads * dim] if len(names.qkv) > 1 else [wide + 2 * heads * dim]
         assert len(names.norms) == NORMS_OF[config.norms], f"{config.family}: {names.norms} for {config.norms}"
 
-        def by_head(parts: list[np.ndarray]) -> np.ndarray:
-            if len(parts) == 1:
-                parts = np.split(parts[0], [wide, wide + heads * dim])
-            return np.concatenate([part.reshape(heads, -1, dim, *part.shape[1:]) for part in parts], axis=1)
+        def by_head(whole: np.ndarray) -> list[np.ndarray]:
+            return [whole[:, :group], *(whole[:, place] for place in range(group, whole.shape[1]))]
 
+        def of_one(parts: list[np.ndarray]) -> np.ndarray:
+            whole = np.empty((heads, group + 2, dim, *parts[0].shape[1:]), parts[0].dtype)
+            for view, values in zip(by_head(whole), np.split(parts[0], [wide, wide + heads * dim]), strict=True):
+                view[...] = values.reshape(view.shape)
+            return whole
+
+        joined: dict[str, Any] = {"parts": by_head} if len(names.qkv) > 1 else {"build": of_one}
         norms = tuple((f"{self.prefix}{name}.weight", (hidden,)) for name in names.norms)
         fields: dict[str, Any] = {
             "norms": _norm((len(norms), hidden), ("norms_of_layer", "embed"), norms, config.norm_offset),
@@ -165,7 +195,7 @@ class _LayerSpecs:
                 (heads, group + 2, dim, hidden),
                 (*HEAD_AXES, "embed"),
                 self._weights(names.qkv, widths, hidden),
-                by_head,
+                **joined,
                 inputs=1,
             ),
             "qkv_bias": None,
@@ -175,14 +205,14 @@ class _LayerSpecs:
                 (hidden, heads, group, dim),
                 ("embed", *HEAD_AXES),
                 self._weights((names.output,), [hidden], wide),
-                lambda parts: parts[0].reshape(hidden, heads, group, dim),
+                parts=lambda whole: [whole],
                 inputs=3,
             ),
             "output_bias": self._bias(names.output, config.output_bias),
             "mlp": self.experts(config.experts) if config.experts and config.has_experts(index) else self.mlp(),
         }
         if config.qkv_bias:
-            fields["qkv_bias"] = ParamSpec((heads, group + 2, dim), HEAD_AXES, self._biases(names.qkv, widths), by_head)
+            fields["qkv_bias"] = ParamSpec((heads, group + 2, dim), HEAD_AXES, self._biases(names.qkv, widths), **joined)
         if config.qk_norm == "head":
             tensors = tuple((f"{self.prefix}{name}.weight", (dim,)) for name in names.query_key_norms)
             fields["query_key_norms"] = _norm((2, dim), ("query_and_key", "head_dim"), tensors, config.norm_offset)
@@ -190,7 +220,7 @@ class _LayerSpecs:
             assert not config.norm_offset, "no family has both"
             wides = zip(names.query_key_norms, (wide, heads * dim), strict=True)
             tensors = tuple((f"{self.prefix}{name}.weight", (width,)) for name, width in wides)
-            fields["projection_norms"] = ParamSpec((heads, group + 1, dim), HEAD_AXES, tensors, by_head, scale=0)
+            fields["projection_norms"] = ParamSpec((heads, group + 1, dim), HEAD_AXES, tensors, parts=by_head, scale=0)
         return Layer(**fields)
 
     def mlp(self) -> Mlp:
@@ -201,15 +231,15 @@ class _LayerSpecs:
         hidden = self.config.hidden_size
         widths = [mlp, mlp] if len(gate_up) > 1 else [2 * mlp]
 
-        def side_by_side(parts: list[np.ndarray]) -> np.ndarray:
-            return np.stack(parts) if len(parts) > 1 else parts[0].reshape(2, mlp, *parts[0].shape[1:])
+        def side_by_side(whole: np.ndarray) -> list[np.ndarray]:
+            return [*whole] if len(gate_up) > 1 else [whole]
 
         fields: dict[str, Any] = {
             "gate_up": ParamSpec(
                 (2, mlp, hidden),
                 ("gate_and_up", "mlp", "embed"),
                 self._weights(gate_up, widths, hidden),
-                side_by_side,
+                parts=side_by_side,
                 inputs=1,
             ),
             "gate_up_bias": None,
@@ -218,7 +248,7 @@ class _LayerSpecs:
         }
         if has_bias:
             biases = self._biases(gate_up, widths)
-            fields["gate_up_bias"] = ParamSpec((2, mlp), ("gate_and_up", "mlp"), biases, side_by_side)
+            fields["gate_up_bias"] = ParamSpec((2, mlp), ("gate_and_up", "mlp"), biases, parts=side_by_side)
         return Mlp(**fields)
 
     def experts(self, experts: ExpertsConfig) -> Experts:

@@ -26,7 +26,10 @@ class ParamSpec:
         shape: logical shape.
         axes: a logical axis name for each dimension; `sharding.MESH_AXES` maps them to the mesh.
         tensors: the checkpoint's tensors that it is made of, Hugging Face's name and shape of each.
-        build: makes the logical array of those tensors, in that order; None takes the only one as it is.
+        build: makes the logical array of those tensors, in that order.
+        parts: where that is the tensors side by side, of an array of the logical shape the views that they fill, each with as
+            many values in the same order: a tensor is then read to where it stays. Without either the only one is taken as it
+            is.
         scale: standard deviation of the random initialisation; 0 gives ones, as norms start.
         dtype: on the device; None for the model's.
         inputs: last axes that a product sums over, of a matrix that `layers.linear` takes, which may be kept in eight or four
@@ -37,6 +40,7 @@ class ParamSpec:
     axes: tuple[str, ...]
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     build: Callable[[list[np.ndarray]], np.ndarray] | None = None
+    parts: Callable[[np.ndarray], list[np.ndarray]] | None = None
     scale: float = 0.02
     dtype: str | None = None
     inputs: int = 0

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, UInt
 
 from pallas_kernels.late import late
 from pallas_kernels.page_layout import Layout
@@ -30,12 +30,14 @@ class Implementation:
     Attributes:
         layout: of the pages that it reads, for `kv_update` to write.
         options: sizes that `schedule` takes by these names, to be tuned for a kind of device.
+        takes_first_page: whether several layers may share a pool.
     """
 
     schedule: Callable[..., Any]
     paged_attention: Callable[..., Any]
     layout: Layout = "rows"
     options: tuple[str, ...] = ()
+    takes_first_page: bool = False
 
 
 def _kernel(name: str, *options: str) -> Implementation:
@@ -44,9 +46,13 @@ def _kernel(name: str, *options: str) -> Implementation:
 
 
 IMPLEMENTATIONS = {
-    "reference": Implementation(reference.schedule, reference.paged_attention),
+    "reference": Implementation(reference.schedule, reference.paged_attention, takes_first_page=True),
     "xla": Implementation(
-        xla.schedule, xla.paged_attention, layout="halves", options=("rows_per_turn", "chunk_tile", "chunk_block")
+        xla.schedule,
+        xla.paged_attention,
+        layout="halves",
+        options=("rows_per_turn", "chunk_tile", "chunk_block"),
+        takes_first_page=True,
     ),
     "tpu": _kernel("tpu", "tile_tokens", "block_tokens"),
     "gpu": _kernel("gpu", "decode_tile", "decode_stages", "chunk_tile", "chunk_stages"),
@@ -106,24 +112,28 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     kv_scales: Float[Array, "K 2"] | None = None,
+    first_page: UInt[Array, ""] | None = None,
     impl: str,
 ) -> Float[Array, "T N D"]:
     """Attend each token to its sequence's positions up to and including its own, or to the window's newest of them.
 
     Args:
         queries: rotated queries; query head `n` reads KV head `n // (N // K)`.
-        pages: one layer's pool, in the layout of `impl` and of width `choose.pool_width`, which is `2 * D` but for some
-            head dims on TPU.
+        pages: one layer's pool or one that layers share, in the layout of `impl` and of width `choose.pool_width`, which is
+            `2 * D` but for some head dims on TPU.
         work: what `schedule` made of the step's rows for the same `impl`.
         scale: multiplies the scores.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` before they are masked.
         sinks: a score of each query head that joins the softmax and has no value.
         kv_scales: of pages in int8 or float8: what is stored times `kv_scales[k, 0]` is K of head `k`, and times
             `kv_scales[k, 1]` V.
+        first_page: added to each id in `work`'s block table, for a pool that layers share. For an `impl` that
+            `takes_first_page`.
 
     Returns:
         Attention outputs in the dtype of `queries`. Outputs of padding tokens are finite and otherwise unspecified.
     """
+    which = {} if first_page is None else {"first_page": first_page}
     return IMPLEMENTATIONS[impl].paged_attention(
-        queries, pages, work, scale=scale, soft_cap=soft_cap, sinks=sinks, kv_scales=kv_scales
+        queries, pages, work, scale=scale, soft_cap=soft_cap, sinks=sinks, kv_scales=kv_scales, **which
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, UInt
 
 from pallas_kernels import pytree
 
@@ -43,6 +43,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     kv_scales: Float[Array, "K 2"] | None = None,
+    first_page: UInt[Array, ""] | None = None,
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`. Padding tokens give zeros."""
     num_tokens, num_heads, head_dim = queries.shape
@@ -59,6 +60,7 @@ def paged_attention(
 
     ignored = jnp.arange(width)[None, :] * page_size >= work.lengths[:, None]
     table = jnp.where(ignored, 0, work.block_table)
+    table = table if first_page is None else table + first_page.astype(jnp.int32)
     kv = pages[table].astype(jnp.float32)  # [S, W, K, B, 2D]
     kv = kv.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, width * page_size, 2 * head_dim)[row]
     if kv_scales is not None:

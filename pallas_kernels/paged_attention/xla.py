@@ -149,8 +149,10 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     kv_scales: Float[Array, "K 2"] | None = None,
+    first_page: UInt[Array, ""] | None = None,
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
+    first_page = jnp.uint32(0) if first_page is None else first_page
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = pages.shape[1]
     group = num_heads // num_kv_heads
@@ -162,9 +164,9 @@ def paged_attention(
     decoded = chunked = None
     if work.decode is not None:
         num_single = work.decode.place.shape[0]
-        decoded = _decode(grouped[:num_single], pages, work.decode, soft_cap, sinks)
+        decoded = _decode(grouped[:num_single], pages, first_page, work.decode, soft_cap, sinks)
     if work.chunks is not None:
-        chunked = _chunks(grouped, pages, work.chunks, soft_cap, sinks)
+        chunked = _chunks(grouped, pages, first_page, work.chunks, soft_cap, sinks)
     out = joined(decoded, chunked, work.num_decodes)
     if kv_scales is not None:
         out = out * kv_scales[:, 1:, None]
@@ -255,6 +257,7 @@ DecodeState = tuple[Float[Array, "n K G"], Float[Array, "n K G"], Float[Array, "
 def _decode(
     queries: Float[Array, "S K G D"],
     pages: Num[Array, "P K B D2"],
+    first_page: UInt[Array, ""],
     work: DecodeWork,
     soft_cap: float | None,
     sinks: Float[Array, "K G"] | None,
@@ -265,7 +268,7 @@ def _decode(
     # Zeros, of what differs by layer: a constant would be shared by all layers and copied for each, which costs more.
     zero = (queries.ravel()[0] > jnp.inf).astype(jnp.float32)
     start = jnp.full((num_rows, *rest), MASKED), jnp.zeros((num_rows, *rest)), jnp.broadcast_to(zero, queries.shape)
-    turn = partial(_decode_turn, queries, pages, work, soft_cap)
+    turn = partial(_decode_turn, queries, pages, first_page, work, soft_cap)
 
     def many_rows(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
         block, row, state = carry
@@ -294,6 +297,7 @@ def _decode(
 def _decode_turn(
     queries: Float[Array, "n K G D"],
     pages: Num[Array, "P K B D2"],
+    first_page: UInt[Array, ""],
     work: DecodeWork,
     soft_cap: float | None,
     state: DecodeState,
@@ -307,7 +311,7 @@ def _decode_turn(
     per_block = max(1, BLOCK // page_size)
     num_pages = blocks * per_block
     mine = partial(lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
-    page_ids = lax.dynamic_slice(work.page_ids, (row, block * per_block), (rows, num_pages))
+    page_ids = first_page + lax.dynamic_slice(work.page_ids, (row, block * per_block), (rows, num_pages))
     keys = keys_of(pages).at[2 * page_ids].get(mode="promise_in_bounds")  # [rows, pages, K, B, D]
     scores = _capped(lax.platform_dependent(mine(queries), keys, cpu=_scores_by_sums, default=_scores_by_product), soft_cap)
     position = block.astype(jnp.int32) * (per_block * page_size) + jnp.arange(num_pages * page_size).reshape(num_pages, -1)
@@ -408,6 +412,7 @@ def _schedule_chunks(
 def _chunks(
     queries: Float[Array, "T K G D"],
     pages: Num[Array, "P K B D2"],
+    first_page: UInt[Array, ""],
     work: ChunkWork,
     soft_cap: float | None,
     sinks: Float[Array, "K G"] | None,
@@ -430,7 +435,7 @@ def _chunks(
 
         def one_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             best, total, acc = carry
-            page_ids = work.page_ids.at[row, number].get(mode="promise_in_bounds")
+            page_ids = first_page + work.page_ids.at[row, number].get(mode="promise_in_bounds")
             keys, values = _gather_keys(pages, page_ids), _gather_values(pages, page_ids)
             scores = jnp.einsum("kqd,kcd->kqc", tile_queries, keys, precision="highest")
             key_positions = number.astype(jnp.int32) * block + jnp.arange(block)[None, :]

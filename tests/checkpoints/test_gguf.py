@@ -59,10 +59,13 @@ def test_values_of_every_type_are_those_of_the_gguf_package(tmp_path: Path, kind
     path = write_gguf(tmp_path / "m.gguf", EMBEDDING | {"output.weight": (stored, kind)}, add_hyperparameters)
     with open_checkpoint(path) as checkpoint:
         found = checkpoint.read("lm_head.weight")
+        rounded = np.empty(found.shape, ml_dtypes.bfloat16)
+        checkpoint.read_into("lm_head.weight", rounded)
         assert checkpoint.tensors["lm_head.weight"] == TensorInfo(found.shape, found.dtype)
     expected = quants.dequantize(stored, kind)
     assert found.dtype == {"F16": np.float16, "BF16": ml_dtypes.bfloat16}.get(kind.name, np.float32)
     np.testing.assert_array_equal(found.astype(np.float32), expected.reshape(rows, 768))
+    np.testing.assert_array_equal(rounded, found.astype(ml_dtypes.bfloat16))
     assert np.ptp(expected) > 0
 
 

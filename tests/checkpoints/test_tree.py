@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from checkpoints.checkpoint import Checkpoint, CheckpointBase, CheckpointError, TensorInfo, open_checkpoint
+from checkpoints.files import aligned_empty
 from checkpoints.tree import TensorSource, load_tree
 from tests.checkpoints.builders import random_tensors, tiny_gguf
 
@@ -67,6 +68,43 @@ def test_sources_are_fused_in_order_and_a_tensor_may_feed_two_parameters() -> No
     q, k = checkpoint.arrays["q"], checkpoint.arrays["k"]
     np.testing.assert_array_equal(loaded["qk"], np.concatenate([q, k]))
     np.testing.assert_array_equal(loaded["kq"], np.concatenate([k, q]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_tensors_side_by_side_are_read_to_where_they_stay(dtype: Any) -> None:
+    """Those whose place is in one piece without an array between; and into memory that is given, where some is."""
+    checkpoint = Memory(**arrays(q=(8, 3), k=(4, 3), v=(2, 2, 3)))
+    memory = aligned_empty((2, 8, 3), np.dtype(dtype))
+    memory[...] = np.nan
+
+    def parts(whole: np.ndarray) -> list[np.ndarray]:
+        return [whole[:, :4], whole[:, 4:6], whole[:, 6:]]
+
+    mapping = source("q", "k", "v", parts=parts, memory=memory)
+    loaded = load_tree(checkpoint, struct(2, 8, 3, dtype=dtype), mapping)
+    expected = [checkpoint.arrays[name].reshape(2, -1, 3) for name in "qkv"]
+    np.testing.assert_array_equal(loaded, np.concatenate(expected, axis=1).astype(dtype))
+    assert loaded.unsafe_buffer_pointer() == memory.ctypes.data
+
+
+def test_a_transform_fills_memory_that_is_given() -> None:
+    checkpoint = Memory(**arrays(q=(4, 3), k=(2, 3)))
+    memory = aligned_empty((6, 3), np.dtype(np.float32))
+    loaded = load_tree(checkpoint, struct(6, 3), source("q", "k", transform=concatenate, memory=memory))
+    np.testing.assert_array_equal(loaded, np.concatenate([checkpoint.arrays["q"], checkpoint.arrays["k"]]))
+    assert loaded.unsafe_buffer_pointer() == memory.ctypes.data
+
+
+def test_parts_of_another_size_than_their_tensor_are_refused() -> None:
+    checkpoint = Memory(**arrays(q=(4, 3), k=(2, 3)))
+    mapping = source("q", "k", parts=lambda whole: [whole[:3], whole[3:]])
+    with pytest.raises(CheckpointError, match=r"made of q, k: expected shape \(3, 3\), found \(4, 3\)"):
+        load_tree(checkpoint, struct(6, 3), mapping)
+
+
+def test_a_source_has_one_way_to_make_its_parameter() -> None:
+    with pytest.raises(ValueError, match="a transform or parts, not both"):
+        source("q", transform=concatenate, parts=lambda whole: [whole])
 
 
 def test_transposes_and_padding_are_transforms() -> None:

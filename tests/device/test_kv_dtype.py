@@ -13,9 +13,10 @@ from scipy.special import log_softmax
 
 from checkpoints.checkpoint import open_checkpoint
 from jaxserve.config import EngineConfig
+from jaxserve.device.abstract import page_bytes
 from jaxserve.device.build import build_runner
 from jaxserve.device.kv_scales import HEADROOM, NUM_TOKENS, largest_by_head, measure_scales, scales_of_checkpoint
-from jaxserve.device.runner import DeviceRunner, page_bytes
+from jaxserve.device.runner import DeviceRunner
 from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.families import FAMILIES, model_config_from_hf

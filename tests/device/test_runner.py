@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.device import compile_counter
-from jaxserve.device.abstract import pool_shape
+from jaxserve.device.abstract import page_bytes, pool_shape
 from jaxserve.device.buckets import Bucket
-from jaxserve.device.runner import DeviceRunner, page_bytes
+from jaxserve.device.runner import DeviceRunner
 from jaxserve.device.step import StepOutput
 from jaxserve.models.sharding import make_mesh
 from jaxserve.plan import RunnerLimits
@@ -74,6 +75,18 @@ def test_nothing_compiles_after_readiness(monkeypatch: pytest.MonkeyPatch) -> No
     assert preempted.stats.num_preemptions > 0
     assert used == set(runner.buckets), "the traffic must reach every program"
     assert runner.compiles_since_ready == 0
+
+
+def test_a_step_copies_nothing_that_it_updates(runner: DeviceRunner) -> None:
+    """Neither pools nor slots: a copy of either takes its time in every step."""
+    shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(runner._abstract_state)}
+    # In the pools' other shapes, too: pages of all layers, and their halves.
+    shapes |= {(pool[0] * pool[1] * 2, *pool[2:]) for pool in list(shapes) if len(pool) == 5}
+    shapes |= {(pool[0] * pool[1], *pool[2:]) for pool in list(shapes) if len(pool) == 5}
+    for (bucket, _), step in runner._steps.items():
+        copied = re.findall(r"= \w+\[([\d,]+)\]\{[\d,]*\} copy\(", step.as_text())
+        assert not shapes & {tuple(int(size) for size in found.split(",")) for found in copied}, bucket
+    assert any("copy(" in step.as_text() for step in runner._steps.values()), "what the test looks for is called so"
 
 
 def test_a_compile_would_be_seen(runner: DeviceRunner) -> None:

@@ -61,6 +61,28 @@ def poisoned(inputs: Inputs) -> Inputs:
     return dataclasses.replace(inputs, pages=jnp.asarray(pages))
 
 
+SHARING = [name for name, implementation in IMPLEMENTATIONS.items() if implementation.takes_first_page]
+
+
+@pytest.mark.parametrize("impl", SHARING)
+@pytest.mark.parametrize("name", ["decodes_and_chunks", "one_decode", "int8_pages"])
+def test_layers_may_share_a_pool(impl: str, name: str) -> None:
+    """A page of each of three layers side by side: the ids are those of the first layer's."""
+    inputs = make_inputs(BY_NAME[name], seed=0)
+    pages = from_rows(inputs.pages, IMPLEMENTATIONS[impl].layout)
+    pools = [pages.at[:].set(jnp.full((), 7, pages.dtype)), pages, jnp.zeros_like(pages)]
+    shared = jnp.stack(pools, axis=1).reshape(-1, *pages.shape[1:])
+    of_first = dataclasses.replace(inputs, pages=pages, block_table=inputs.block_table * 3)
+    options = {"scale": 0.125, "kv_scales": inputs.kv_scales, "impl": impl}
+    found = paged_attention(inputs.queries, shared, plan(of_first, impl), first_page=jnp.uint32(1), **options)
+    expected = paged_attention(inputs.queries, pages, plan(inputs, impl), **options)
+    np.testing.assert_array_equal(found[real_tokens(inputs)], expected[real_tokens(inputs)])
+
+
+def test_some_take_one_pool_a_layer_only() -> None:
+    assert SHARING == ["reference", "xla"]
+
+
 def by_loops(inputs: Inputs) -> np.ndarray:
     """The same in float64, a token and a head at a time; zeros for padding."""
     pages = np.asarray(inputs.pages, np.float64)
