@@ -76,11 +76,11 @@ class Preparation:
 
 
 def copy_pages(
-    pools: tuple[Num[Array, "_ *page"], ...], pairs: Int[Array, "S 2"], num_pairs: Int[Array, ""]
-) -> tuple[Num[Array, "_ *page"], ...]:
+    pools: tuple[Num[Array, "_ ..."], ...], pairs: Int[Array, "S 2"], num_pairs: Int[Array, ""]
+) -> tuple[Num[Array, "_ ..."], ...]:
     """Copy whole pages in every layer, from the first of each pair to the second, one pair after the other. In place."""
 
-    def copy(index: Int[Array, ""], pools: tuple[Num[Array, "_ *page"], ...]) -> tuple[Num[Array, "_ *page"], ...]:
+    def copy(index: Int[Array, ""], pools: tuple[Num[Array, "_ ..."], ...]) -> tuple[Num[Array, "_ *page"], ...]:
         source, destination = pairs[index, 0], pairs[index, 1]
         pages = [lax.dynamic_index_in_dim(pool, source) for pool in pools]
         return tuple(

@@ -42,7 +42,7 @@ class DeviceState:
         kv_scales: of pools in eight bits, and no other: what is stored times these is K and V. A step leaves them as they are.
     """
 
-    pools: tuple[Num[Array, "_ K B D2"] | Num[Array, "_ L K B D2"], ...]
+    pools: tuple[Num[Array, "_ K B D2"] | Num[Array, "_ _ K B D2"], ...]
     slots: SlotState
     kv_scales: Float[Array, "L K 2"] | None = None
 

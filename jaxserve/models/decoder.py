@@ -29,7 +29,7 @@ from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, sch
 
 def forward(
     params: DecoderParams,
-    pools: tuple[Num[Array, "_ K B D2"] | Num[Array, "_ L K B D2"], ...],
+    pools: tuple[Num[Array, "_ K B D2"] | Num[Array, "_ _ K B D2"], ...],
     batch: StepBatch,
     config: ModelConfig,
     *,
