@@ -8,6 +8,7 @@ them: numpy asks the system for such where an array is large, and a step of one 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.device.buckets import Bucket
+from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.decoder import has_layers_alike
 from jaxserve.models.decoder_params import DecoderParams, StackedLayers
@@ -46,16 +48,25 @@ class LayerMemory:
 
     Args:
         layers: each one's parameters, abstract.
-
-    Attributes:
-        places: for each layer, where its parameters are to be made: a tree like it, of arrays that hold nothing yet.
     """
 
     def __init__(self, layers: tuple[Any, ...]) -> None:
+        self._num_layers = len(layers)
         self._leaves, self._structure = jax.tree.flatten(layers[0])
-        self._regions = [_aligned_empty((len(layers), *leaf.shape), leaf.dtype) for leaf in self._leaves]
-        of_layers = zip(*self._regions, strict=True)
-        self.places = tuple(jax.tree.unflatten(self._structure, arrays) for arrays in of_layers)
+
+    @functools.cached_property
+    def _regions(self) -> list[np.ndarray]:
+        # Not before they are wanted: by then it is known that the checkpoint has such parameters.
+        return [_aligned_empty((self._num_layers, *leaf.shape), leaf.dtype) for leaf in self._leaves]
+
+    @functools.cached_property
+    def places(self) -> tuple[Any, ...]:
+        """For each layer, where its parameters are to be made: a tree like it, of arrays that hold nothing yet.
+
+        Raises:
+            ConfigError: there is not so much memory.
+        """
+        return tuple(jax.tree.unflatten(self._structure, arrays) for arrays in zip(*self._regions, strict=True))
 
     def adopt(self, params: DecoderParams) -> tuple[DecoderParams, DecoderParams]:
         """`params` with each layer's arrays in their places, copied there unless they were made there; and stacked ones.
@@ -99,6 +110,9 @@ def _adopted(array: jax.Array, place: np.ndarray) -> jax.Array:
 def _aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    try:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise ConfigError(f"{dtype.name}{list(shape)} takes {nbytes} bytes, which there is no memory for") from error
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)

@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve.device.buckets import Bucket
 from jaxserve.device.layer_memory import LayerMemory, has_stacked_step, layer_memory, stacked_abstract
+from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
 from jaxserve.models.decoder_params import DecoderParams, StackedLayers
 from jaxserve.models.families import FAMILIES
@@ -75,6 +76,13 @@ def test_parameters_too_small_to_share_memory_are_right_all_the_same() -> None:
     for index, layer in enumerate(before.layers):
         block = stacked.layers.block([whole[index] for whole in stacked.layers.arrays])
         jax.tree.map(np.testing.assert_array_equal, block, layer)
+
+
+def test_it_takes_nothing_before_it_is_wanted_and_says_how_much_there_is_not() -> None:
+    huge = dataclasses.replace(MODEL, intermediate_size=1 << 52)
+    memory = LayerMemory(abstract(huge).layers)
+    with pytest.raises(ConfigError, match=r"takes \d+ bytes, which there is no memory for"):
+        _ = memory.places
 
 
 @pytest.mark.parametrize(
