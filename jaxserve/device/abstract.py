@@ -28,7 +28,7 @@ from jaxserve.device.step import (
     state_shardings,
 )
 from jaxserve.model_config import ModelConfig
-from jaxserve.models.decoder import shared_places
+from jaxserve.models.decoder import pools_of_layers
 from jaxserve.models.families import FAMILIES
 from jaxserve.models.moe import lay_out
 from jaxserve.models.quant import WeightForm, held_params
@@ -53,15 +53,15 @@ def page_bytes(config: ModelConfig, page_size: int, mesh: AnyMesh, dtype: np.dty
 def pool_shapes(
     config: ModelConfig, limits: RunnerLimits, mesh: AnyMesh, attention_impl: str, *, shared: bool
 ) -> list[tuple[int, ...]]:
-    """Shapes of the pools: one a layer, or such as `decoder.shared_places` has them."""
-    places = shared_places(config, has_local=bool(limits.local_pages))
+    """Shapes of the pools: one a layer, or such as `decoder.pools_of_layers` has them."""
+    places = pools_of_layers(config, has_local=bool(limits.local_pages))
     num_pages = (limits.num_pages, limits.local_pages)
-    shapes = [pool_shape(config, num_pages[pool], limits.page_size, mesh, attention_impl) for pool, _ in places]
+    shapes = [pool_shape(config, num_pages[place], limits.page_size, mesh, attention_impl) for place in places]
     if not shared:
         return shapes
-    num_layers = collections.Counter(pool for pool, _ in places)
-    first = {pool: shape for (pool, _), shape in zip(places, shapes, strict=True)}
-    return [(first[pool][0], num_layers[pool], *first[pool][1:]) for pool in sorted(first)]
+    num_layers = collections.Counter(places)
+    by_place = dict(zip(places, shapes, strict=True))
+    return [(by_place[place][0], num_layers[place], *by_place[place][1:]) for place in sorted(by_place)]
 
 
 def scales_shape(config: ModelConfig, mesh: Mesh) -> tuple[int, ...]:

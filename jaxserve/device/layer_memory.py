@@ -88,9 +88,9 @@ def layer_memory(config: ModelConfig, params: Any, num_devices: int, platform: s
     """Memory for the layers of these parameters, which are abstract; None where no program runs them in one loop."""
     if platform != "cpu" or num_devices > 1 or not has_layers_alike(config):
         return None
-    shapes = {jax.tree.structure(layer): jax.tree.leaves(layer) for layer in params.layers}
-    is_plain = all(isinstance(leaf, jax.ShapeDtypeStruct) and len(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    return LayerMemory(params.layers) if len(shapes) == 1 and is_plain else None
+    leaves_of = [jax.tree.flatten(layer) for layer in params.layers]
+    kinds = {(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)) for leaves, structure in leaves_of}
+    return LayerMemory(params.layers) if len(kinds) == 1 else None
 
 
 def _stacked_sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:

@@ -44,7 +44,7 @@ def forward(
 
     Args:
         params: with `StackedLayers` for a step of few tokens, without adapters, of a model that `has_layers_alike`.
-        pools: one KV pool a layer, or pools that layers share, where a page holds one of each layer: see `shared_places`.
+        pools: one KV pool a layer, or pools that layers share, where a page holds one of each layer: see `pools_of_layers`.
             Dispatching takes time for each array.
         num_single: leading rows that own one token each at most, as `paged_attention` has it.
         experts_impl: of `grouped_matmul`, for which `moe.lay_out` has laid out the experts, where there are any.
@@ -62,8 +62,8 @@ def forward(
         rows = {window: batch if window is None else replace(batch, **own) for window in rows}
     are_shared = pools[0].ndim == 5
     if are_shared:
-        places = shared_places(config, has_local=batch.local is not None)
-        num_sharing = {window: pools[place[0]].shape[1] for window, place in zip(windows, places, strict=True)}
+        places = pools_of_layers(config, has_local=batch.local is not None)
+        num_sharing = {window: pools[place].shape[1] for window, place in zip(windows, places, strict=True)}
         rows = {window: _in_shared_pages(seen, num_sharing[window]) for window, seen in rows.items()}
     lay_out = partial(
         schedule,
@@ -86,7 +86,7 @@ def forward(
     # Numbers that the compiler does not know, so that all layers' kernels are the same, and compiled once.
     first_pages = [jax.lax.optimization_barrier(jnp.uint32(0)) if are_shared else None for _ in pools]
     for index, layer in enumerate(params.layers):
-        where = places[index][0] if are_shared else index
+        where = places[index] if are_shared else index
         first_page = first_pages[where]
         low = None if adapters is None or batch.adapters is None else TokenAdapters(adapters[index], batch.adapters)
         window = windows[index]
@@ -106,19 +106,13 @@ def forward(
     return x, tuple(new.reshape(pool.shape) for new, pool in zip(held, pools, strict=True))
 
 
-def shared_places(config: ModelConfig, *, has_local: bool) -> list[tuple[int, int]]:
-    """Of pools that layers share: which of them each layer has, and its number among the layers that do.
+def pools_of_layers(config: ModelConfig, *, has_local: bool) -> list[int]:
+    """Of pools that layers share, which of them each layer has. Those that have one lie in it in their order.
 
     Args:
         has_local: whether layers with a window have pages of their own, in a second pool.
     """
-    counts = [0, 0]
-    places = []
-    for layer in range(config.num_layers):
-        pool = int(has_local and config.layer_window(layer) is not None)
-        places.append((pool, counts[pool]))
-        counts[pool] += 1
-    return places
+    return [int(has_local and config.layer_window(layer) is not None) for layer in range(config.num_layers)]
 
 
 def has_layers_alike(config: ModelConfig) -> bool:
