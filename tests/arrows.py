@@ -43,7 +43,7 @@ ROOMS: dict[str, Room] = {
     "jaxserve.server": Room(
         (*FLOOR_0, *BATCH_FILES, "jaxserve.engine", "jaxserve.host.admission", "aiohttp", "msgspec", "prometheus_client")
     ),
-    "pallas_kernels": Room(ARRAYS, NETWORK_AND_LOOPS),
+    "pallas_kernels": Room((*ARRAYS, "llvmlite"), NETWORK_AND_LOOPS),
     "jaxserve.models": Room((*ARRAYS, "pallas_kernels", "jaxserve.model_config", "jaxserve.errors"), NETWORK_AND_LOOPS),
     "jaxserve.device": Room((*FLOOR_0, *ARRAYS, "pallas_kernels", "jaxserve.models"), NETWORK_AND_LOOPS),
     "checkpoints": Room(
