@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.errors import ConfigError
 
-IMPLEMENTATIONS = ("auto", "xla", "tpu", "gpu", "reference")
+IMPLEMENTATIONS = ("auto", "cpu", "xla", "tpu", "gpu", "reference")
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", "int8", "int4")
 KV_DTYPES = (*DTYPES, "int8", "fp8")
@@ -54,8 +54,8 @@ class EngineConfig:
         tensor_parallel: devices that share each layer.
         expert_parallel: times as many devices, for a mixture of experts: each `tensor_parallel` of them have their own part of
             the experts, and all share the rest of each layer.
-        attention: "auto" takes the fastest implementation that is proven on the platform; "xla", "tpu", "gpu" or "reference"
-            ask for one.
+        attention: "auto" takes the fastest implementation that is proven on the platform; "cpu", "xla", "tpu", "gpu" or
+            "reference" ask for one.
         quant_matmul: the same of products with weights in eight or four bits.
         prefix_cache: keep the KV pages of prefixes that were computed, for requests that begin the same.
         eviction: which cached pages go first: "lru", those idle for longest, or "cost", which also keeps what is used often or

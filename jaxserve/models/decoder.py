@@ -82,7 +82,7 @@ def forward(
         run = partial(block, rotary=rotary[_rotary_kind(config, 0)], batch=rows[window], work=work[window])
         x, pool = _run_stacked(run, params.layers, pool, kv_scales, x)
         return x, (pool,)
-    held = [pool.reshape(-1, *pool.shape[-3:]) for pool in pools]
+    held = list(pools)
     # Numbers that the compiler does not know, so that all layers' kernels are the same, and compiled once.
     first_pages = [jax.lax.optimization_barrier(jnp.uint32(0)) if are_shared else None for _ in pools]
     for index, layer in enumerate(params.layers):
@@ -103,7 +103,7 @@ def forward(
         )
         if first_page is not None:
             first_pages[where] = jax.lax.optimization_barrier(first_page + 1)
-    return x, tuple(new.reshape(pool.shape) for new, pool in zip(held, pools, strict=True))
+    return x, tuple(held)
 
 
 def pools_of_layers(config: ModelConfig, *, has_local: bool) -> list[int]:
@@ -142,8 +142,8 @@ def _run_stacked(
         return run(layers.block(parts), held, first_page, scales, x, adapters=None), None
 
     first_pages = jnp.arange(pool.shape[1], dtype=jnp.uint32)
-    (x, held), _ = jax.lax.scan(one, (x, pool.reshape(-1, *pool.shape[-3:])), (layers.arrays, first_pages, kv_scales))
-    return x, held.reshape(pool.shape)
+    (x, held), _ = jax.lax.scan(one, (x, pool), (layers.arrays, first_pages, kv_scales))
+    return x, held
 
 
 def _rotary_kind(config: ModelConfig, layer: int) -> str:
@@ -183,7 +183,7 @@ def head(
 @partial(jax.jit, static_argnames=("config", "impl", "experts_impl"))
 def _block(
     layer: Layer,
-    pool: Num[Array, "P K B D2"],
+    pool: Num[Array, "*P K B D2"],
     first_page: UInt[Array, ""] | None,
     kv_scales: Float[Array, "K 2"] | None,
     x: Float[Array, "E T"],
@@ -195,7 +195,7 @@ def _block(
     config: ModelConfig,
     impl: str,
     experts_impl: str,
-) -> tuple[Float[Array, "E T"], Num[Array, "P K B D2"]]:
+) -> tuple[Float[Array, "E T"], Num[Array, "*P K B D2"]]:
     norms = iter(layer.norms)
     before, after = config.norms != "post", config.norms != "pre"
 
@@ -212,7 +212,7 @@ def _block(
 def _attention(
     layer: Layer,
     adapters: TokenAdapters | None,
-    pool: Num[Array, "P K B D2"],
+    pool: Num[Array, "*P K B D2"],
     first_page: UInt[Array, ""] | None,
     kv_scales: Float[Array, "K 2"] | None,
     h: Float[Array, "E T"],
@@ -221,7 +221,7 @@ def _attention(
     work: Any,
     config: ModelConfig,
     impl: str,
-) -> tuple[Float[Array, "E T"], Num[Array, "P K B D2"]]:
+) -> tuple[Float[Array, "E T"], Num[Array, "*P K B D2"]]:
     parts, dim, tokens = config.num_heads // config.num_kv_heads + 2, config.head_dim, h.shape[1]
     qkv = linear(layer.qkv, h).reshape(-1, parts, dim, tokens)  # [K, G+2, D, T]
     if adapters is not None:
@@ -245,7 +245,7 @@ def _attention(
         batch.page_offsets,
         layout=IMPLEMENTATIONS[impl].layout,
         kv_scales=kv_scales,
-        impl="tpu" if impl == "tpu" else "xla",
+        impl=IMPLEMENTATIONS[impl].kv_update,
     )
     attended = paged_attention(
         queries.transpose(3, 0, 1, 2).reshape(tokens, -1, dim),

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.page_layout import Layout, keys_of, values_of
 
-IMPLEMENTATIONS = ("xla", "tpu")
+IMPLEMENTATIONS = ("xla", "cpu", "tpu")
 ROW_MAJOR = ArrayLayout(major_to_minor=(0, 1, 2, 3))
 
 _FLOAT8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
@@ -23,7 +23,7 @@ as `choose.pool_dtype` has it."""
 
 
 def kv_update(
-    pages: Num[Array, "P K B D2"],
+    pages: Num[Array, "*P K B D2"],
     keys: Float[Array, "T K D"],
     values: Float[Array, "T K D"],
     page_ids: Int[Array, " T"],
@@ -32,7 +32,7 @@ def kv_update(
     layout: Layout = "rows",
     kv_scales: Float[Array, "K 2"] | None = None,
     impl: str = "xla",
-) -> Num[Array, "P K B D2"]:
+) -> Num[Array, "*P K B D2"]:
     """Store token `t` at position `page_offsets[t]` of page `page_ids[t]`.
 
     Keys come rotated: fused in here, rotation could save no more than XLA takes for that of K, by its estimates for v5e under
@@ -41,22 +41,29 @@ def kv_update(
     A page id of `P` or more drops the token: that is how padding is written nowhere. No two real tokens share a place.
 
     Args:
-        pages: in "rows", rows may be wider than K and V, as `choose.pool_width` has it; what is past them becomes zero.
+        pages: of one dimension or two, whose ids count through both. In "rows", rows may be wider than K and V, as
+            `choose.pool_width` has it; what is past them becomes zero. "cpu" has none that are wider.
         kv_scales: of pages in eight bits (`LARGEST`): K of head `k` is divided by `kv_scales[k, 0]` and V by
             `kv_scales[k, 1]`, rounded to the nearest stored value, and cut off at the largest.
-        impl: "xla", or "tpu" for pools in "rows" whose width is a multiple of 128.
+        impl: "xla"; "cpu" for pools in "rows" on CPUs; or "tpu" for pools in "rows" whose width is a multiple of 128.
 
     Raises:
         ValueError: there is no such `impl`, or it does not take this layout.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"kv_update has no implementation {impl!r}; there are {', '.join(IMPLEMENTATIONS)}")
-    if impl == "tpu" and layout != "rows":
-        raise ValueError(f'kv_update for TPU: expected pages in "rows", found {layout!r}; use impl "xla"')
+    if impl != "xla" and layout != "rows":
+        raise ValueError(f'kv_update for {impl.upper()}: expected pages in "rows", found {layout!r}; use impl "xla"')
     if kv_scales is not None:
         keys, values = (part / kv_scales[None, :, i, None] for i, part in enumerate((keys, values)))
+    if impl == "cpu":
+        from pallas_kernels.kv_update import cpu  # what other platforms need not import
+
+        return cpu.update(pages, _store_as(keys, pages), _store_as(values, pages), page_ids, page_offsets)
+    shape, pages = pages.shape, pages.reshape(-1, *pages.shape[-3:])
     if layout == "halves":
-        return _update_halves(pages, _store_as(keys, pages), _store_as(values, pages), page_ids, page_offsets)
+        parts = _store_as(keys, pages), _store_as(values, pages)
+        return _update_halves(pages, *parts, page_ids, page_offsets).reshape(shape)
     # Pads and a sum instead of a concatenation: XLA's CPU backend compiles each concatenation anew, 0.15 s a layer.
     dim, width = keys.shape[-1], pages.shape[-1]
     rows = jnp.pad(keys, ((0, 0), (0, 0), (0, width - dim))) + jnp.pad(values, ((0, 0), (0, 0), (dim, width - 2 * dim)))
@@ -64,11 +71,11 @@ def kv_update(
     if impl == "tpu":
         from pallas_kernels.kv_update import tpu  # what other platforms need not import
 
-        return tpu.update(pages, rows, page_ids, page_offsets)
-    return pages.at[page_ids, :, page_offsets].set(rows, mode="drop")
+        return tpu.update(pages, rows, page_ids, page_offsets).reshape(shape)
+    return pages.at[page_ids, :, page_offsets].set(rows, mode="drop").reshape(shape)
 
 
-def _store_as(values: Float[Array, "T K width"], pages: Num[Array, "P K B D2"]) -> Num[Array, "T K width"]:
+def _store_as(values: Float[Array, "T K width"], pages: Num[Array, "*P K B D2"]) -> Num[Array, "T K width"]:
     """Values in the pool's data type: the nearest that it has, the largest for what is larger still."""
     if pages.dtype == jnp.int8:
         values = jnp.round(values)

@@ -29,6 +29,7 @@ class Implementation:
 
     Attributes:
         layout: of the pages that it reads, for `kv_update` to write.
+        kv_update: which implementation of `kv_update` writes them.
         options: sizes that `schedule` takes by these names, to be tuned for a kind of device.
         takes_first_page: whether several layers may share a pool.
     """
@@ -36,13 +37,14 @@ class Implementation:
     schedule: Callable[..., Any]
     paged_attention: Callable[..., Any]
     layout: Layout = "rows"
+    kv_update: str = "xla"
     options: tuple[str, ...] = ()
     takes_first_page: bool = False
 
 
-def _kernel(name: str, *options: str) -> Implementation:
+def _kernel(name: str, *options: str, **attributes: Any) -> Implementation:
     schedule, attend = (late(f"{__name__}.{name}", function) for function in ("schedule", "paged_attention"))
-    return Implementation(schedule, attend, options=options)
+    return Implementation(schedule, attend, options=options, **attributes)
 
 
 IMPLEMENTATIONS = {
@@ -54,7 +56,8 @@ IMPLEMENTATIONS = {
         options=("rows_per_turn", "chunk_tile", "chunk_block"),
         takes_first_page=True,
     ),
-    "tpu": _kernel("tpu", "tile_tokens", "block_tokens"),
+    "cpu": _kernel("cpu", kv_update="cpu", takes_first_page=True),
+    "tpu": _kernel("tpu", "tile_tokens", "block_tokens", kv_update="tpu"),
     "gpu": _kernel("gpu", "decode_tile", "decode_stages", "chunk_tile", "chunk_stages"),
 }
 """By name. An experiment adds its own in one line; "reference" is the definition, "xla" the fast path without a kernel."""
@@ -105,7 +108,7 @@ def schedule(
 
 def paged_attention(
     queries: Float[Array, "T N D"],
-    pages: Num[Array, "P K B width"],
+    pages: Num[Array, "*P K B width"],
     work: Any,
     *,
     scale: float,
@@ -128,7 +131,7 @@ def paged_attention(
         kv_scales: of pages in int8 or float8: what is stored times `kv_scales[k, 0]` is K of head `k`, and times
             `kv_scales[k, 1]` V.
         first_page: added to each id in `work`'s block table, for a pool that layers share. For an `impl` that
-            `takes_first_page`.
+            `takes_first_page`, and so takes pages of two dimensions, whose ids count through both.
 
     Returns:
         Attention outputs in the dtype of `queries`. Outputs of padding tokens are finite and otherwise unspecified.

@@ -41,7 +41,7 @@ def choose(platform: str, device_kind: str, shape: Shape, asked: str = "auto") -
         case "tpu":
             return _choose_tpu(device_kind, shape)
         case "cpu":
-            return "xla", "on CPU plain XLA is the fast path"
+            return _choose_cpu(shape)
         case "gpu" | "cuda":
             return "xla", _not_gpu(device_kind, shape)
         case _:
@@ -49,15 +49,32 @@ def choose(platform: str, device_kind: str, shape: Shape, asked: str = "auto") -
 
 
 def _check_asked(asked: str, platform: str, device_kind: str, shape: Shape) -> None:
-    platforms = {"tpu": ("tpu",), "gpu": ("gpu", "cuda")}
+    platforms = {"cpu": ("cpu",), "tpu": ("tpu",), "gpu": ("gpu", "cuda")}
     if platform not in platforms.get(asked, (platform,)):
         raise ValueError(f'attention "{asked}" does not run on platform {platform}; take "auto" or "xla"')
-    if asked == "tpu":
+    if asked == "cpu":
+        _check_cpu(shape)
+    elif asked == "tpu":
         _check_tpu(shape)
     elif asked == "gpu":
         if not is_hopper(device_kind):
             raise ValueError(f'attention "gpu" is for Hopper, and this is {device_kind}; take "auto" or "xla"')
         _check_gpu(shape)
+
+
+def _choose_cpu(shape: Shape) -> tuple[str, str]:
+    try:
+        _check_cpu(shape)
+    except ValueError as error:
+        return "xla", f"the kernels for CPUs do not take this model: {error}"
+    return "cpu", "the kernels for CPUs take this model"
+
+
+def _check_cpu(shape: Shape) -> None:
+    from pallas_kernels.paged_attention import cpu
+
+    stored = str(pool_dtype("cpu", shape.kv_dtype))
+    cpu.check(shape.num_heads // shape.num_kv_heads, shape.head_dim, shape.page_size, stored)
 
 
 def _check_gpu(shape: Shape) -> None:
@@ -106,7 +123,7 @@ def pool_dtype(impl: str, kv_dtype: Any) -> Any:
     """Data type in which an implementation wants its pool. XLA's CPU backend scatters into float8 by converting the whole pool
     and back, so what is read and written there are its bits."""
     kv_dtype = jnp.dtype(kv_dtype)
-    return jnp.dtype(jnp.uint8) if impl == "xla" and kv_dtype == jnp.float8_e4m3fn else kv_dtype
+    return jnp.dtype(jnp.uint8) if impl in ("cpu", "xla") and kv_dtype == jnp.float8_e4m3fn else kv_dtype
 
 
 def pool_width(impl: str, head_dim: int) -> int:

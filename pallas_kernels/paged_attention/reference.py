@@ -36,7 +36,7 @@ def schedule(
 
 def paged_attention(
     queries: Float[Array, "T N D"],
-    pages: Num[Array, "P K B D2"],
+    pages: Num[Array, "*P K B D2"],
     work: Rows,
     *,
     scale: float,
@@ -46,6 +46,7 @@ def paged_attention(
     first_page: UInt[Array, ""] | None = None,
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`. Padding tokens give zeros."""
+    pages = pages.reshape(-1, *pages.shape[-3:])
     num_tokens, num_heads, head_dim = queries.shape
     _, num_kv_heads, page_size, _ = pages.shape
     num_rows, width = work.block_table.shape

@@ -142,7 +142,7 @@ def schedule(
 
 def paged_attention(
     queries: Float[Array, "T N D"],
-    pages: Num[Array, "P K B D2"],
+    pages: Num[Array, "*P K B D2"],
     work: Work,
     *,
     scale: float,
@@ -152,6 +152,7 @@ def paged_attention(
     first_page: UInt[Array, ""] | None = None,
 ) -> Float[Array, "T N D"]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
+    pages = pages.reshape(-1, *pages.shape[-3:])
     first_page = jnp.uint32(0) if first_page is None else first_page
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = pages.shape[1]

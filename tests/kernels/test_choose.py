@@ -16,7 +16,7 @@ SHAPE = Shape(num_heads=32, num_kv_heads=8, head_dim=128, page_size=64, dtype="b
 @pytest.mark.parametrize(
     ("platform", "kind", "impl", "word"),
     [
-        ("cpu", "cpu", "xla", "CPU"),
+        ("cpu", "cpu", "cpu", "CPU"),
         ("tpu", "TPU v5 lite", "tpu", "TPU v5 lite"),
         # Until it has run on one.
         ("gpu", "NVIDIA H200", "xla", "not yet run"),
@@ -35,6 +35,8 @@ def test_by_platform(platform: str, kind: str, impl: str, word: str) -> None:
     ("asked", "platform", "kind"),
     [
         ("xla", "tpu", "TPU v6 lite"),
+        ("xla", "cpu", "cpu"),
+        ("cpu", "cpu", "cpu"),
         ("reference", "cpu", "cpu"),
         ("gpu", "gpu", "NVIDIA H200"),
         ("gpu", "cuda", "NVIDIA H100 80GB HBM3"),
@@ -50,6 +52,11 @@ def test_what_is_asked_for_is_taken(asked: str, platform: str, kind: str) -> Non
     ("asked", "platform", "kind", "change", "what"),
     [
         ("gpu", "cpu", "cpu", {}, "does not run on platform cpu"),
+        ("cpu", "tpu", "TPU v5 lite", {}, "does not run on platform tpu"),
+        ("cpu", "cpu", "cpu", {"head_dim": 10}, "head dim 10"),
+        ("cpu", "cpu", "cpu", {"num_kv_heads": 1, "num_heads": 71}, "71 query heads"),
+        ("cpu", "cpu", "cpu", {"page_size": 4096}, "4096 positions"),
+        ("cpu", "cpu", "cpu", {"kv_dtype": "float16"}, "pages in float16"),
         ("tpu", "gpu", "NVIDIA H200", {}, "does not run on platform gpu"),
         ("gpu", "gpu", "NVIDIA A100-SXM4-80GB", {}, "A100"),
         ("gpu", "gpu", "NVIDIA H200", {"dtype": "float32", "kv_dtype": "float32"}, "bfloat16"),
@@ -65,9 +72,10 @@ def test_what_cannot_be_is_refused(asked: str, platform: str, kind: str, change:
 
 
 def test_a_model_that_the_kernel_does_not_take_gets_xla_and_the_reason() -> None:
-    chosen, reason = choose("tpu", "TPU v5 lite", dataclasses.replace(SHAPE, page_size=7))
-    assert chosen == "xla"
-    assert "7" in reason
+    for platform, kind in (("tpu", "TPU v5 lite"), ("cpu", "cpu")):
+        chosen, reason = choose(platform, kind, dataclasses.replace(SHAPE, page_size=7))
+        assert chosen == "xla"
+        assert "7" in reason
 
 
 # --- quant_matmul -----------------------------------------------------------------------------------------------------

@@ -74,7 +74,8 @@ def test_a_bad_file_is_said_and_costs_only_its_options(tmp_path: Path, text: str
 def test_an_engine_compiles_with_them_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = EngineConfig(dtype="float32", max_seqs=4, max_step_tokens=64, max_context=160, num_pages=100, page_size=8)
+    sizes = {"max_seqs": 4, "max_step_tokens": 64, "max_context": 160, "num_pages": 100, "page_size": 8}
+    engine = EngineConfig(dtype="float32", attention="xla", **sizes)
     monkeypatch.setattr(build, "default_folder", lambda: tmp_path)
     caplog.set_level(logging.INFO)
 
@@ -94,6 +95,7 @@ def test_an_engine_compiles_with_them_and_says_so(
 
 def test_the_doctor_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "choose", lambda *_: ("xla", "the kernels for CPUs have no sizes"))
     path = tuned.save(tmp_path, "cpu", "paged_attention.xla", {"rows_per_turn": 8})
     assert doctor.main(["--no-compile"]) == 0
     assert f"sizes: {{'rows_per_turn': 8}} of {path}" in capsys.readouterr().out

@@ -80,7 +80,7 @@ def test_layers_may_share_a_pool(impl: str, name: str) -> None:
 
 
 def test_some_take_one_pool_a_layer_only() -> None:
-    assert SHARING == ["reference", "xla"]
+    assert SHARING == ["reference", "xla", "cpu"]
 
 
 def by_loops(inputs: Inputs) -> np.ndarray:
@@ -129,7 +129,7 @@ def test_the_definition_is_what_loops_compute(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", SOME_QUICK)
-@pytest.mark.parametrize("impl", ["xla"])
+@pytest.mark.parametrize("impl", ["xla", "cpu"])
 def test_implementation_agrees_with_the_definition(impl: str, case: Case) -> None:
     inputs = make_inputs(case)
     real = real_tokens(inputs)
@@ -139,7 +139,7 @@ def test_implementation_agrees_with_the_definition(impl: str, case: Case) -> Non
 
 
 @pytest.mark.parametrize("case", SOME_QUICK)
-@pytest.mark.parametrize("impl", [pytest.param("reference", marks=pytest.mark.slow), "xla"])
+@pytest.mark.parametrize("impl", [pytest.param("reference", marks=pytest.mark.slow), "xla", "cpu"])
 def test_pages_that_no_row_owns_do_not_matter(impl: str, case: Case) -> None:
     """Not even when what they hold is not a number: a page keeps what its last owner left."""
     for seed in range(3):  # other pages are nobody's: page 0 among them, which stands for "none" in places
@@ -148,7 +148,7 @@ def test_pages_that_no_row_owns_do_not_matter(impl: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", ["decodes_and_chunks", "decodes_in_a_wide_table", "chunks_of_every_kind"])
-@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("impl", ["reference", "xla", "cpu"])
 @pytest.mark.parametrize("garbage", [0, -1, -(2**31), 2**31 - 1])
 def test_table_entries_past_the_length_do_not_matter(impl: str, name: str, garbage: int) -> None:
     inputs = make_inputs(BY_NAME[name])
@@ -158,7 +158,7 @@ def test_table_entries_past_the_length_do_not_matter(impl: str, name: str, garba
     np.testing.assert_array_equal(attend(changed, impl), attend(inputs, impl))
 
 
-@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("impl", ["reference", "xla", "cpu"])
 def test_positions_past_the_length_do_not_matter(impl: str) -> None:
     """The rest of a row's last page holds what its last owner left."""
     inputs = make_inputs(BY_NAME["decodes_and_chunks"])
@@ -197,17 +197,47 @@ def ragged_rows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[tuple[int, int]
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name != "grouped")) for name in LAYOUTS])
+@pytest.mark.parametrize("impl", ["xla", "cpu"])
 @given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
-def test_xla_agrees_on_any_rows(layout: str, rows: tuple[tuple[int, ...], tuple[tuple[int, int], ...]], seed: int) -> None:
+def test_implementation_agrees_on_any_rows(
+    impl: str, layout: str, rows: tuple[tuple[int, ...], tuple[tuple[int, int], ...]], seed: int
+) -> None:
     singles, chunks = rows
     padding = CHUNK_TOKENS - sum(count for count, _ in chunks)
     case = dataclasses.replace(LAYOUTS[layout], singles=singles, chunks=chunks, padding_tokens=padding)
     inputs = poisoned(make_inputs(case, seed))
-    real, found = real_tokens(inputs), attend(inputs, "xla")
+    real, found = real_tokens(inputs), attend(inputs, impl)
     # Relative too: over thousands of rows, some output is one value of 4 or 5.
     tolerance = TOLERANCE[case.dtype]
     np.testing.assert_allclose(found[real], attend(inputs, "reference")[real], rtol=tolerance, atol=tolerance)
     assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("lengths", [(5_000, 0, 129, 1), (1_300,), (512, 513, 1_024, 1_025)], ids=str)
+def test_parts_of_long_rows_are_joined(lengths: tuple[int, ...]) -> None:
+    """`cpu` cuts long rows into parts, of which some may hold what a softmax forgets of the others."""
+    case = Case(name="", num_heads=6, num_kv_heads=2, head_dim=32, page_size=16, singles=lengths, sinks=True)
+    inputs = make_inputs(case)
+    inputs = dataclasses.replace(inputs, queries=inputs.queries * 8)
+    real = real_tokens(inputs)
+    np.testing.assert_allclose(attend(inputs, "cpu")[real], attend(inputs, "reference")[real], rtol=0, atol=1e-5)
+
+
+def test_a_row_comes_out_the_same_in_any_company() -> None:
+    """Of decodes in a program of one shape and of chunks cut anywhere, to the last bit."""
+    case = Case(
+        name="", num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, singles=(300, 77, 1, 190, 64),
+        chunks=((40, 90), (30, 400)), table_width=30, num_pages=90,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    together = attend(inputs, "cpu")
+    for row in range(5):
+        alone = jnp.where(jnp.arange(7) == row, inputs.lengths, 0)
+        np.testing.assert_array_equal(attend(dataclasses.replace(inputs, lengths=alone), "cpu")[row], together[row])
+    for cut in (1, 16, 29):  # the last chunk's first tokens in a step of their own
+        offsets, lengths = inputs.row_offsets.at[-1].add(cut - 30), inputs.lengths.at[-1].add(cut - 30)
+        found = attend(dataclasses.replace(inputs, row_offsets=offsets, lengths=lengths), "cpu")
+        np.testing.assert_array_equal(found[: 45 + cut], together[: 45 + cut])
 
 
 # --- the work follows the real lengths --------------------------------------------------------------------------------
