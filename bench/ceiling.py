@@ -5,6 +5,7 @@ What is left is the matrix products and the reading of weights, which no schedul
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from bench.ours import Sizes
@@ -41,13 +42,13 @@ def decode_ceiling(runner: Sizes, num_seqs: int, *, num_steps: int = 20, rounds:
     No sequence may be live.
     """
     from jaxserve.device.runner import DeviceRunner
-    from pallas_kernels.paged_attention import IMPLEMENTATIONS, Implementation, reference
+    from pallas_kernels.paged_attention import IMPLEMENTATIONS, reference
 
     if not isinstance(runner, DeviceRunner):
         return []
-    # The layout of the real one: writing K and V belongs to the ceiling.
-    layout = IMPLEMENTATIONS[runner.attention_impl].layout
-    IMPLEMENTATIONS[NO_ATTENTION] = Implementation(reference.schedule, _no_attention, layout)
+    # Writing K and V belongs to the ceiling, and is done as the real one does.
+    real = IMPLEMENTATIONS[runner.attention_impl]
+    IMPLEMENTATIONS[NO_ATTENTION] = replace(real, schedule=reference.schedule, paged_attention=_no_attention)
     bucket = min(b for b in runner.buckets if not b.has_chunks and b.num_single >= num_seqs)
     seconds = runner.time_variant(bucket, NO_ATTENTION, _first_logit, num_steps=num_steps, rounds=rounds)
     return [num_seqs / value for value in seconds]
