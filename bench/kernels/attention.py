@@ -84,6 +84,11 @@ def xla(*arguments: Any, rows_per_turn: int = ROWS_PER_TURN) -> Any:
     return _attend("xla", *arguments, rows_per_turn=rows_per_turn)
 
 
+@variant("paged_attention", platforms=("cpu",), prepare=_in_layout_of("cpu"))
+def cpu(*arguments: Any) -> Any:
+    return _attend("cpu", *arguments)
+
+
 @variant("paged_attention", platforms=("tpu",), prepare=_in_layout_of("tpu"))
 def tpu(*arguments: Any, tile_tokens: int = 128, block_tokens: int = 0) -> Any:
     """`block_tokens` of 0 takes what fits."""

@@ -4,7 +4,8 @@ Each row is computed alone, so what comes of it does not depend on the others. P
 share a KV head, by as many threads as XLA's pool has. Knows which shapes the kernels take.
 
 Measured on 2 AVX512 cores with 31 GB/s between them, attention of a layer of 9 query and 3 KV heads of 64, against `xla.py`:
-13, 56 and 370 us at 1, 8 and 32 decodes of 160 positions (40, 173 and 790), 540 at 8 of 1,040 (1,021), 319 at one of 4,000 (820).
+13, 56 and 370 us at 1, 8 and 32 decodes of 160 positions (40, 173 and 790), 540 at 8 of 1,040 (1,021), 319 at one of 4,000
+(820).
 """
 
 from __future__ import annotations
