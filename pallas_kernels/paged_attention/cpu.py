@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,9 @@ SPLIT = 512
 # The same for steps of few rows.
 SPLIT_OF_FEW = 128
 FEW_ROWS = 4
+# Parts of all rows of a step, for which there is room though most rows have one; and of each row, if there are many.
+MOST_PARTS = 512
+FEWEST_PARTS = 4
 # A thread's rows from which on a piece takes all heads of one: 0.96 of the time, and still enough pieces for all threads.
 ROWS_PER_THREAD = 4
 # Stands for no window.
@@ -84,7 +88,7 @@ class Work:
 
 
 def check(group: int, head_dim: int, page_size: int, stored: str) -> None:
-    """Whether the kernel takes a model.
+    """Whether the kernels take a model here.
 
     Args:
         group: query heads of a KV head.
@@ -93,6 +97,8 @@ def check(group: int, head_dim: int, page_size: int, stored: str) -> None:
     Raises:
         ValueError: it does not, and why.
     """
+    if sys.platform == "win32":
+        raise ValueError("they have not been built for Windows, whose system library has other names")
     if stored not in ELEMENTS:
         raise ValueError(f"pages in {stored}; it reads {', '.join(ELEMENTS)}")
     if _lanes(head_dim, page_size) < 4:
@@ -163,7 +169,7 @@ def _lanes(head_dim: int, page_size: int) -> int:
     return math.gcd(head_dim, page_size, foreign.vector_lanes())
 
 
-def _shape(queries: Float[Array, "T N D"], pages: Num[Array, "*P K B D2"], num_rows: int, has_cap: bool) -> Shape:
+def _shape(queries: Float[Array, "T N D"], pages: Num[Array, "*P K B D2"], has_cap: bool) -> Shape:
     num_heads, head_dim = queries.shape[1:]
     num_kv_heads, page_size = pages.shape[-3:-1]
     stored = str(pages.dtype)
@@ -172,10 +178,8 @@ def _shape(queries: Float[Array, "T N D"], pages: Num[Array, "*P K B D2"], num_r
         group=num_heads // num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
-        split=max(1, (SPLIT_OF_FEW if num_rows <= FEW_ROWS else SPLIT) // page_size) * page_size,
         stored=stored,
         rank=pages.ndim,
-        whole_rows=num_rows >= ROWS_PER_THREAD * (os.cpu_count() or 1),
         capped=has_cap,
         lanes=_lanes(head_dim, page_size),
     )
@@ -185,22 +189,31 @@ Common = tuple[Int[Array, "1"], Float[Array, "1"], Float[Array, " N"]]
 """What both kernels take last: the first page's id, the soft cap and the sinks."""
 
 
+def _split(num_rows: int, table_width: int, page_size: int) -> int:
+    """Positions of a part of a row, in whole pages, for a step of so many rows."""
+    longest = max(FEWEST_PARTS, MOST_PARTS // num_rows)
+    positions = max(SPLIT_OF_FEW if num_rows <= FEW_ROWS else SPLIT, -(-table_width * page_size // longest))
+    return -(-positions // page_size) * page_size
+
+
 def _decode(
     queries: Float[Array, "T N D"], pages: Num[Array, "*P K B D2"], work: DecodeWork, has_cap: bool, common: Common
 ) -> Float[Array, "S N D"]:
     """Of the first `S` tokens."""
     num_rows, (_, num_heads, head_dim) = work.lengths.shape[0], queries.shape
-    shape = _shape(queries, pages, num_rows, has_cap)
+    shape = _shape(queries, pages, has_cap)
     foreign.register(shape.name, lambda: decode_kernel(shape))
-    num_parts = -(-work.table.shape[1] * shape.page_size // shape.split)
+    split = _split(num_rows, work.table.shape[1], shape.page_size)
+    num_parts = -(-work.table.shape[1] * shape.page_size // split)
+    heads = pages.shape[-3] if num_rows >= ROWS_PER_THREAD * (os.cpu_count() or 1) else 1
     out, _ = jax.ffi.ffi_call(
         shape.name,
         (
             jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_parts, num_rows, num_heads, head_dim + 2), jnp.float32),
         ),
-        input_layouts=[foreign.TOKENS_LAST, *[None] * 7],
-    )(queries, pages, work.table, work.starts, work.lengths, *common)
+        input_layouts=[foreign.TOKENS_LAST, *[None] * 8],
+    )(queries, pages, work.table, work.starts, work.lengths, jnp.array([split, heads], jnp.int32), *common)
     return out
 
 
@@ -208,7 +221,7 @@ def _chunks(
     queries: Float[Array, "T N D"], pages: Num[Array, "*P K B D2"], work: ChunkWork, has_cap: bool, common: Common
 ) -> Float[Array, "T N D"]:
     """Of all tokens; zeros for those that rows of one token own."""
-    shape = _shape(queries, pages, 0, has_cap)
+    shape = _shape(queries, pages, has_cap)
     name = chunk_kernel_name(shape)
     foreign.register(name, lambda: chunk_kernel(shape, name))
     return jax.ffi.ffi_call(

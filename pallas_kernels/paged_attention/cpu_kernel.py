@@ -1,8 +1,9 @@
 """Decode attention for CPUs: the code of a row's attention over pages in "rows".
 
-A piece of work is one row's part of at most `SPLIT` positions for one KV head, all of whose query heads are taken together,
-so that each K and V comes from memory once. Page by page: scores of `lanes` positions at a time, the online softmax (Milakov
-and Gimelshein, 2018) once a page, and weights times V. A long row's parts are joined at the end, as in flash-decoding.
+A piece of work is one row's part of so many positions for one or all KV heads. All query heads of a KV head are taken
+together, so that each K and V comes from memory once. Page by page: scores of `lanes` positions at a time, the online softmax
+(Milakov and Gimelshein, 2018) once a page, and weights times V. A long row's parts are joined at the end, as in
+flash-decoding.
 """
 
 from __future__ import annotations
@@ -31,26 +32,22 @@ class Shape:
     Attributes:
         stored: data type of the pool, as `choose.pool_dtype` has it.
         rank: dimensions of the pool, of which the last three are a page's.
-        whole_rows: whether a piece takes all KV heads, one after another: what comes next is then known, and brought near.
         capped: whether scores have a soft cap.
-        split: most positions of a piece of work, a multiple of the page size.
         lanes: floats in a vector; divides the head dim and the page size.
     """
 
     group: int
     head_dim: int
     page_size: int
-    split: int
     stored: str
     rank: int
-    whole_rows: bool
     capped: bool
     lanes: int
 
     @property
     def name(self) -> str:
-        cap = "_capped" * self.capped + "_rows" * self.whole_rows
-        sizes = f"g{self.group}_d{self.head_dim}_b{self.page_size}_s{self.split}_v{self.lanes}"
+        cap = "_capped" * self.capped
+        sizes = f"g{self.group}_d{self.head_dim}_b{self.page_size}_v{self.lanes}"
         return f"jaxserve_decode_{sizes}_{self.stored}_r{self.rank}{cap}"
 
 
@@ -83,6 +80,8 @@ class Operands:
         table: [S, W] page ids.
         starts: [S] first position that each row sees.
         lengths: [S] positions of each row, those before its start included.
+        piece: [2] positions of a part, a multiple of the page size; and KV heads of a piece, which takes them one after
+            another, so that what comes next is known and can be brought near.
         first_page: [1], added to ids.
         cap: [1], the soft cap.
         sinks: [N] scores without a value.
@@ -95,6 +94,7 @@ class Operands:
     table: ArrayArgument
     starts: ArrayArgument
     lengths: ArrayArgument
+    piece: ArrayArgument
     first_page: ArrayArgument
     cap: ArrayArgument
     sinks: ArrayArgument
@@ -104,35 +104,30 @@ class Operands:
 
 def decode_kernel(shape: Shape) -> Kernel:
     """The code for one shape."""
-    stored = ELEMENTS[shape.stored]
+    arguments = ((F32, 3), (ELEMENTS[shape.stored], shape.rank), (I32, 2), *[(I32, 1)] * 4, (F32, 1), (F32, 1))
     return Kernel(
         name=shape.name,
-        arrays=(
-            (F32, 3),
-            (stored, shape.rank),
-            (I32, 2),
-            (I32, 1),
-            (I32, 1),
-            (I32, 1),
-            (F32, 1),
-            (F32, 1),
-            (F32, 3),
-            (F32, 4),
-        ),
+        arrays=(*arguments, (F32, 3), (F32, 4)),
         num_results=2,
-        num_pieces=lambda code, arrays: _num_pieces(code, Operands(*arrays), shape),
+        num_pieces=lambda code, arrays: _num_pieces(code, shape, Operands(*arrays)),
         piece=lambda code, arrays, index: _write_piece(code, shape, Operands(*arrays), index),
         last=lambda code, arrays: _join(code, shape, Operands(*arrays)),
     )
 
 
-def _num_pieces(code: Code, operands: Operands, shape: Shape) -> Number:
-    """As many parts for each row, or each of its KV heads, as the longest row has."""
-    num_rows = operands.lengths.sizes[0]
+def _sizes_of_piece(operands: Operands) -> tuple[Number, Number]:
+    """Positions of a part, and KV heads."""
+    positions, heads = ((operands.piece.data + place).load().to_int(I64) for place in (0, 1))
+    return positions, heads
+
+
+def _num_pieces(code: Code, shape: Shape, operands: Operands) -> Number:
+    """As many parts for each row's heads, a piece's of them at a time, as the longest row has."""
+    num_rows, (_, heads) = operands.lengths.sizes[0], _sizes_of_piece(operands)
     most = code.variable(code.integer(1))
     with code.loop(num_rows) as row:
         most.set(most.get().most(_num_parts(operands, row, shape)))
-    return most.get() * num_rows if shape.whole_rows else most.get() * num_rows * operands.pages.sizes[-3]
+    return most.get() * num_rows * (operands.pages.sizes[-3] // heads)
 
 
 def _bounds(operands: Operands, row: Number, page_size: int) -> tuple[Number, Number, Number]:
@@ -143,17 +138,16 @@ def _bounds(operands: Operands, row: Number, page_size: int) -> tuple[Number, Nu
 
 def _num_parts(operands: Operands, row: Number, shape: Shape) -> Number:
     origin, _, length = _bounds(operands, row, shape.page_size)
-    return (length - origin + (shape.split - 1)) // shape.split
+    split, _ = _sizes_of_piece(operands)
+    return (length - origin + (split - 1)) // split
 
 
 def _write_piece(code: Code, shape: Shape, operands: Operands, index: Number) -> None:
-    num_rows, num_kv_heads = operands.lengths.sizes[0], operands.pages.sizes[-3]
-    if shape.whole_rows:
-        with code.loop(num_kv_heads) as kv_head:
-            _Part(code, shape, operands, index % num_rows, kv_head, index // num_rows).write()
-    else:
-        row = index // num_kv_heads
-        _Part(code, shape, operands, row % num_rows, index % num_kv_heads, row // num_rows).write()
+    num_rows, (_, heads) = operands.lengths.sizes[0], _sizes_of_piece(operands)
+    per_row = operands.pages.sizes[-3] // heads
+    row, first_head = index // per_row, index % per_row * heads
+    with code.loop(first_head + heads, first_head) as kv_head:
+        _Part(code, shape, operands, row % num_rows, kv_head, row // num_rows).write(first_head + heads)
 
 
 class _Part:
@@ -168,11 +162,13 @@ class _Part:
         self.sums = code.array(F32, shape.group * shape.head_dim)
         self.best, self.total = (code.array(F32, shape.group) for _ in range(2))
 
-    def write(self) -> None:
+    def write(self, end_head: Number) -> None:
+        """`end_head` is past the piece's last KV head."""
         code, shape = self.code, self.shape
         origin, start, length = _bounds(self.operands, self.row, shape.page_size)
-        begin = origin + self.part * shape.split
-        end = length.least(begin + shape.split)
+        split, _ = _sizes_of_piece(self.operands)
+        begin = origin + self.part * split
+        end = length.least(begin + split)
         with code.when((begin < length) | self.part.equals(0)):
             self._gather_queries()
             for head in range(shape.group):
@@ -181,11 +177,13 @@ class _Part:
             for index in range(0, shape.group * shape.head_dim, shape.lanes):
                 (self.sums + index).store(code.constant(0.0, lanes=shape.lanes))
             with code.loop(end, begin, shape.page_size) as position:
+                number, is_last = position // shape.page_size, (position + shape.page_size) >= end
+                # The next page, or the next head's first one; what the last head's last is followed by is not known.
+                next_head = is_last.choose((self.kv_head + 1).least(end_head - 1), self.kv_head)
+                following = self._page(is_last.choose(begin // shape.page_size, number + 1), next_head)
                 first = (start - position).most(0)
-                number = position // shape.page_size
-                following = self._following(number, (position + shape.page_size) < end, begin // shape.page_size)
                 self._fold_page(self._page(number, self.kv_head), following, first, (end - position).least(shape.page_size))
-            self._finish((length - origin) < (shape.split + 1))
+            self._finish((length - origin) < (split + 1))
 
     def _gather_queries(self) -> None:
         """This row's, which lie as far apart as there are tokens."""
@@ -193,14 +191,6 @@ class _Part:
         source = self.operands.queries.data + (self.first_head * self.shape.head_dim * stride + self.row)
         with self.code.loop(size) as index:
             (self.queries + index).store((source + index * stride).load())
-
-    def _following(self, number: Number, more: Number, first: Number) -> Pointer:
-        """What is read after a page: the next one, or the next head's first; the last head's last is followed by itself."""
-        next_number, next_head = more.choose(number + 1, number), self.kv_head
-        if self.shape.whole_rows:
-            next_number = more.choose(number + 1, first)
-            next_head = more.choose(self.kv_head, (self.kv_head + 1).least(self.operands.pages.sizes[-3] - 1))
-        return self._page(next_number, next_head)
 
     def _page(self, number: Number, kv_head: Number) -> Pointer:
         """A head's rows in a page of this row's."""

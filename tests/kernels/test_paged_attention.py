@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import paged_attention as package
 from pallas_kernels.page_layout import from_rows
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, cases, paged_attention, xla
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, cases, cpu, paged_attention, xla
 from pallas_kernels.paged_attention.cases import CASES, Case, Inputs, make_inputs, owned_pages, real_tokens
 from tests.cached import CACHED
 
@@ -221,6 +221,16 @@ def test_parts_of_long_rows_are_joined(lengths: tuple[int, ...]) -> None:
     inputs = dataclasses.replace(inputs, queries=inputs.queries * 8)
     real = real_tokens(inputs)
     np.testing.assert_allclose(attend(inputs, "cpu")[real], attend(inputs, "reference")[real], rtol=0, atol=1e-5)
+
+
+@given(num_rows=st.integers(1, 4096), table_width=st.integers(1, 4096), page_size=st.sampled_from([4, 16, 64, 128, 1024]))
+def test_room_for_parts_is_bounded(num_rows: int, table_width: int, page_size: int) -> None:
+    """And a part is whole pages, and all parts of a row are all of its positions."""
+    split = cpu._split(num_rows, table_width, page_size)
+    parts = -(-table_width * page_size // split)
+    assert split % page_size == 0
+    assert parts * num_rows <= max(cpu.MOST_PARTS, cpu.FEWEST_PARTS * num_rows)
+    assert parts * split >= table_width * page_size
 
 
 def test_a_row_comes_out_the_same_in_any_company() -> None:
