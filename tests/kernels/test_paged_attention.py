@@ -197,7 +197,7 @@ def ragged_rows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[tuple[int, int]
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name != "grouped")) for name in LAYOUTS])
-@pytest.mark.parametrize("impl", ["xla", "cpu"])
+@pytest.mark.parametrize("impl", [pytest.param("xla", marks=pytest.mark.slow), "cpu"])
 @given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
 def test_implementation_agrees_on_any_rows(
     impl: str, layout: str, rows: tuple[tuple[int, ...], tuple[tuple[int, int], ...]], seed: int
@@ -221,6 +221,18 @@ def test_parts_of_long_rows_are_joined(lengths: tuple[int, ...]) -> None:
     inputs = dataclasses.replace(inputs, queries=inputs.queries * 8)
     real = real_tokens(inputs)
     np.testing.assert_allclose(attend(inputs, "cpu")[real], attend(inputs, "reference")[real], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [4, 8])
+@pytest.mark.parametrize("name", ["decodes_and_chunks", "everything_at_once", "int8_pages", "float8_pages"])
+def test_kernels_of_narrower_vectors(name: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As processors have that this one is not."""
+    monkeypatch.setattr(cpu.foreign, "vector_lanes", lambda: lanes)
+    inputs = make_inputs(BY_NAME[name])
+    real, found = real_tokens(inputs), jax.jit(lambda: _attend.__wrapped__(inputs, "cpu"))()
+    expected = attend(inputs, "reference")[real]
+    np.testing.assert_allclose(np.asarray(found, np.float32)[real], expected, rtol=0, atol=TOLERANCE[BY_NAME[name].dtype])
 
 
 @given(num_rows=st.integers(1, 4096), table_width=st.integers(1, 4096), page_size=st.sampled_from([4, 16, 64, 128, 1024]))
