@@ -134,5 +134,5 @@ def test_a_layout_that_the_kernel_does_not_take_is_refused() -> None:
     place = jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match="expected pages in \"rows\", found 'halves'"):
         kv_update(pages, rows, rows, place, place, layout="halves", impl="tpu")
-    with pytest.raises(ValueError, match="no implementation 'gpu'; there are xla, tpu"):
+    with pytest.raises(ValueError, match="no implementation 'gpu'; there are xla, cpu, tpu"):
         kv_update(pages, rows, rows, place, place, impl="gpu")
