@@ -295,25 +295,23 @@ class _Part:
                 sink = (operands.sinks.data + (self.kv_head * shape.group + head)).load()
                 best, total = (self.best + head).load(), (self.total + head).load()
                 factor, sums = output_factor(best, total, sink), self.sums + head * shape.head_dim
-                _put_output(code, shape, operands, self.row, self.first_head + head, sums, factor)
+                _put_output(shape, operands, self.row, self.first_head + head, sums, factor)
         with code.when(alone.equals(0)):
             for head in range(shape.group):
-                place = _part(operands, shape, self.part, self.row, self.first_head + head)
+                place = _part(operands, self.part, self.row, self.first_head + head)
                 for dim in range(0, shape.head_dim, shape.lanes):
                     (place + dim).store((self.sums + (head * shape.head_dim + dim)).load(shape.lanes))
                 (place + shape.head_dim).store((self.best + head).load())
                 (place + (shape.head_dim + 1)).store((self.total + head).load())
 
 
-def _part(operands: Operands, shape: Shape, part: Number, row: Number, head: Number) -> Pointer:
+def _part(operands: Operands, part: Number, row: Number, head: Number) -> Pointer:
     """Where a part of a row's head is kept."""
     _, num_rows, num_heads, width = operands.parts.sizes
     return operands.parts.data + ((part * num_rows + row) * num_heads + head) * width
 
 
-def _put_output(
-    code: Code, shape: Shape, operands: Operands, row: Number, head: Number, sums: Pointer, factor: Number
-) -> None:
+def _put_output(shape: Shape, operands: Operands, row: Number, head: Number, sums: Pointer, factor: Number) -> None:
     """Sums times a factor."""
     place = operands.out.data + (row * operands.out.sizes[1] + head) * shape.head_dim
     wide = factor.spread(shape.lanes)
@@ -352,15 +350,15 @@ def _join(code: Code, shape: Shape, operands: Operands) -> None:
             sink = (operands.sinks.data + head).load()
             best = code.variable(sink)
             with code.loop(num_parts) as part:
-                best.set(best.get().most((_part(operands, shape, part, row, head) + shape.head_dim).load()))
+                best.set(best.get().most((_part(operands, part, row, head) + shape.head_dim).load()))
             total = code.variable(exponential(sink - best.get()))
             for dim in range(0, shape.head_dim, shape.lanes):
                 (sums + dim).store(code.constant(0.0, lanes=shape.lanes))
             with code.loop(num_parts) as part:
-                kept = _part(operands, shape, part, row, head)
+                kept = _part(operands, part, row, head)
                 shrink = exponential((kept + shape.head_dim).load() - best.get())
                 total.set(total.get() + (kept + (shape.head_dim + 1)).load() * shrink)
                 for dim in range(0, shape.head_dim, shape.lanes):
                     place = sums + dim
                     place.store(place.load(shape.lanes) + (kept + dim).load(shape.lanes) * shrink)
-            _put_output(code, shape, operands, row, head, sums, code.constant(1.0) / total.get())
+            _put_output(shape, operands, row, head, sums, code.constant(1.0) / total.get())
