@@ -10,9 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.native.emit import F32, I32, I64, Code, Number, Pointer, exponential, fold, transposed
+from pallas_kernels.native.emit import F32, I32, I64, Code, Number, Pointer, transposed
 from pallas_kernels.native.foreign import ArrayArgument, Kernel
-from pallas_kernels.paged_attention.cpu_kernel import ELEMENTS, MASKED, Shape, capped, load_floats, output_factor
+from pallas_kernels.paged_attention.cpu_kernel import (
+    ELEMENTS,
+    MASKED,
+    Shape,
+    capped,
+    load_floats,
+    output_factor,
+    page_rows,
+    weigh,
+)
 
 # Rows and vectors of a product's block, whose sums registers hold: twice as many vectors where there are 32 registers.
 _ROWS = 4
@@ -171,10 +180,8 @@ class _Tile:
     def _fold_page(self, position: Number, end: Number, window: Number) -> None:
         """A page's first `end` positions into the sums."""
         code, shape, operands, lanes = self.code, self.shape, self.operands, self.shape.lanes
-        number = position // shape.page_size
-        page = (operands.table.data + (self.row * operands.table.sizes[1] + number)).load()
-        page = (page + operands.first_page.data.load()).unsigned(I64) * operands.pages.sizes[-3] + self.kv_head
-        rows, width = operands.pages.data + page * (shape.page_size * 2 * shape.head_dim), 2 * shape.head_dim
+        rows = page_rows(shape, operands, self.row, position // shape.page_size, self.kv_head)
+        width = 2 * shape.head_dim
         with code.loop(end, step=lanes) as place, code.loop(shape.head_dim, step=lanes) as dim:
             block = [load_floats(rows + ((place + lane) * width + dim), lanes, shape.stored) for lane in range(lanes)]
             for lane, vector in enumerate(transposed(block)):
@@ -215,32 +222,15 @@ class _Tile:
     def _weigh(self, query: Number, position: Number, columns: Number, window: Number) -> None:
         """Scores of one query made into weights, and what was summed so far shrunk to the new largest score."""
         code, shape, lanes = self.code, self.shape, self.shape.lanes
-        scores = self.weights + query * shape.page_size
-        own = self.position + query % self.tile
-        before = (self.best + query).load()
-        most = code.variable(before.spread(lanes))
-        with code.loop(columns, step=lanes) as column:
+        scores, own = self.weights + query * shape.page_size, self.position + query % self.tile
+
+        def score_at(column: Number) -> Number:
             place = code.counting(lanes) + (position + column)
             seen = (place < (own + 1)) & (place >= (own - window + 1))
-            score = seen.choose(capped((scores + column).load(lanes), shape, self.operands.cap), MASKED)
-            (scores + column).store(score)
-            most.set(most.get().most(score))
-        best = fold(most.get(), Number.most)
-        # Where nothing is seen yet, nothing may come of it: weights are those of scores far below.
-        base = best.most(MASKED / 2)
-        total = code.variable(code.constant(0.0, lanes=lanes))
-        with code.loop(columns, step=lanes) as column:
-            raw = (scores + column).load(lanes)
-            weights = (raw < MASKED / 2).choose(0.0, exponential(raw - base))
-            (scores + column).store(weights)
-            total.set(total.get() + weights)
-        shrink = exponential((before - base).spread(lanes))
-        (self.best + query).store(best)
-        one = fold(shrink, Number.most)
-        (self.total + query).store((self.total + query).load() * one + fold(total.get(), Number.__add__))
-        for dim in range(0, shape.head_dim, lanes):
-            place_of_sums = self.sums + (query * shape.head_dim + dim)
-            place_of_sums.store(place_of_sums.load(lanes) * shrink)
+            return seen.choose(capped((scores + column).load(lanes), shape, self.operands.cap), MASKED)
+
+        places = self.best + query, self.total + query, self.sums + query * shape.head_dim
+        weigh(shape, scores, 0, columns, *places, score_at)
 
     def _finish(self) -> None:
         code, shape, operands = self.code, self.shape, self.operands

@@ -8,7 +8,10 @@ flash-decoding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from pallas_kernels.native.emit import F32, I8, I16, I32, I64, Code, LaneSums, Number, Pointer, exponential, fold
 from pallas_kernels.native.foreign import ArrayArgument, Kernel
@@ -180,9 +183,12 @@ class _Part:
                 number, is_last = position // shape.page_size, (position + shape.page_size) >= end
                 # The next page, or the next head's first one; what the last head's last is followed by is not known.
                 next_head = is_last.choose((self.kv_head + 1).least(end_head - 1), self.kv_head)
-                following = self._page(is_last.choose(begin // shape.page_size, number + 1), next_head)
+                following = page_rows(
+                    shape, self.operands, self.row, is_last.choose(begin // shape.page_size, number + 1), next_head
+                )
                 first = (start - position).most(0)
-                self._fold_page(self._page(number, self.kv_head), following, first, (end - position).least(shape.page_size))
+                rows = page_rows(shape, self.operands, self.row, number, self.kv_head)
+                self._fold_page(rows, following, first, (end - position).least(shape.page_size))
             self._finish((length - origin) < (split + 1))
 
     def _gather_queries(self) -> None:
@@ -192,14 +198,6 @@ class _Part:
         with self.code.loop(size) as index:
             (self.queries + index).store((source + index * stride).load())
 
-    def _page(self, number: Number, kv_head: Number) -> Pointer:
-        """A head's rows in a page of this row's."""
-        shape, operands = self.shape, self.operands
-        page = (operands.table.data + (self.row * operands.table.sizes[1] + number)).load()
-        page = (page + operands.first_page.data.load()).unsigned(I64)
-        index = page * operands.pages.sizes[-3] + kv_head
-        return operands.pages.data + index * (shape.page_size * 2 * shape.head_dim)
-
     def _fold_page(self, rows: Pointer, following: Pointer, first: Number, end: Number) -> None:
         """Positions from `first` to `end` of a page into the sums, while memory brings what comes after."""
         shape = self.shape
@@ -207,7 +205,9 @@ class _Part:
         with self.code.loop(end, first_tile, shape.lanes) as tile:
             self._score(rows, tile, first, end)
         for head in range(shape.group):
-            self._weigh(head, first_tile, end)
+            scores = self.scores + head * shape.page_size
+            places = self.best + head, self.total + head, self.sums + head * shape.head_dim
+            weigh(shape, scores, first_tile, end, *places, partial(_vector_at, scores, shape.lanes))
         self._mix(rows + shape.head_dim, following, first, end)
 
     def _score(self, rows: Pointer, tile: Number, first: Number, end: Number) -> None:
@@ -241,28 +241,6 @@ class _Part:
         for byte in range(0, self.shape.head_dim * size, _LINE):
             self.code.prefetch(half + byte // size)
         self.code.keep_order()
-
-    def _weigh(self, head: int, first_tile: Number, end: Number) -> None:
-        """Scores of one head made into weights, and what was summed so far shrunk to the new largest score."""
-        code, shape = self.code, self.shape
-        scores, lanes = self.scores + head * shape.page_size, shape.lanes
-        before = (self.best + head).load()
-        most = code.variable(before.spread(lanes))
-        with code.loop(end, first_tile, lanes) as tile:
-            most.set(most.get().most((scores + tile).load(lanes)))
-        best = fold(most.get(), Number.most)
-        total = code.variable(code.constant(0.0, lanes=lanes))
-        with code.loop(end, first_tile, lanes) as tile:
-            weights = exponential((scores + tile).load(lanes) - best)
-            (scores + tile).store(weights)
-            total.set(total.get() + weights)
-        shrink = exponential((before - best).spread(lanes))
-        (self.best + head).store(best)
-        one = fold(shrink, Number.most)
-        (self.total + head).store((self.total + head).load() * one + fold(total.get(), Number.__add__))
-        for dim in range(0, shape.head_dim, lanes):
-            place = self.sums + (head * shape.head_dim + dim)
-            place.store(place.load(lanes) * shrink)
 
     def _mix(self, values: Pointer, following: Pointer, first: Number, end: Number) -> None:
         """Weights times V, added to the sums, while the next page's K comes near."""
@@ -303,6 +281,58 @@ class _Part:
                     (place + dim).store((self.sums + (head * shape.head_dim + dim)).load(shape.lanes))
                 (place + shape.head_dim).store((self.best + head).load())
                 (place + (shape.head_dim + 1)).store((self.total + head).load())
+
+
+def page_rows(shape: Shape, operands: Any, row: Number, number: Number, kv_head: Number) -> Pointer:
+    """A KV head's rows in a page of a row's, for operands with `table`, `first_page` and `pages`."""
+    page = (operands.table.data + (row * operands.table.sizes[1] + number)).load()
+    page = (page + operands.first_page.data.load()).unsigned(I64)
+    index = page * operands.pages.sizes[-3] + kv_head
+    return operands.pages.data + index * (shape.page_size * 2 * shape.head_dim)
+
+
+def _vector_at(scores: Pointer, lanes: int, index: Number) -> Number:
+    return (scores + index).load(lanes)
+
+
+def weigh(
+    shape: Shape,
+    scores: Pointer,
+    first: Number | int,
+    end: Number,
+    best: Pointer,
+    total: Pointer,
+    sums: Pointer,
+    score_at: Callable[[Number], Number],
+) -> None:
+    """Scores of one query made into weights, and what was summed so far shrunk to the new largest score.
+
+    Args:
+        scores: where weights go; whole vectors from `first` until there are `end`.
+        best, total, sums: the largest score, the sum of weights and the sum of weighted values.
+        score_at: a vector of scores, of which those that are not seen are `MASKED`.
+    """
+    code, lanes = scores.code, shape.lanes
+    before = best.load()
+    most = code.variable(before.spread(lanes))
+    with code.loop(end, first, lanes) as index:
+        score = score_at(index)
+        (scores + index).store(score)
+        most.set(most.get().most(score))
+    largest = fold(most.get(), Number.most)
+    # Where nothing is seen yet, nothing may come of it: weights are those of scores far below.
+    base = largest.most(MASKED / 2)
+    added = code.variable(code.constant(0.0, lanes=lanes))
+    with code.loop(end, first, lanes) as index:
+        raw = (scores + index).load(lanes)
+        weights = (raw < MASKED / 2).choose(0.0, exponential(raw - base))
+        (scores + index).store(weights)
+        added.set(added.get() + weights)
+    shrink = exponential((before - base).spread(lanes))
+    best.store(largest)
+    total.store(total.load() * fold(shrink, Number.most) + fold(added.get(), Number.__add__))
+    for dim in range(0, shape.head_dim, lanes):
+        (sums + dim).store((sums + dim).load(lanes) * shrink)
 
 
 def _part(operands: Operands, part: Number, row: Number, head: Number) -> Pointer:
